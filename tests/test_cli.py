@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import os
 import shlex
@@ -1125,6 +1126,9 @@ def test_inspect(folder, capsys):
     shown = capsys.readouterr().out
     assert "8 steps done" in shown
     assert "epoch 2: loss" in shown
+    has_llvm = importlib.util.find_spec("llvmlite") is not None  # w and two states of Adam
+    assert found["compilable"] == (3 if has_llvm else 0)
+    assert ("updates of 3 variables can be compiled" in shown) == has_llvm
     assert run("inspect", "model.onnx") == 0
     assert "not trainable; ortops build" in capsys.readouterr().out
 

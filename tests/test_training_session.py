@@ -882,7 +882,7 @@ def test_what_cannot_be_trained() -> None:
     with pytest.raises(ModelError, match="no training_info entry 1; it has 1"):
         TrainingSession(model, entry=1)
     assert TrainingSession(model, entry=np.int64(0)).steps_done == 0  # type: ignore[arg-type]  # on purpose
-    expected = r"^kernels must be 'onnx', 'python' or 'compiled', got 'fast'$"
+    expected = r"^kernels must be 'auto', 'onnx', 'python' or 'compiled', got 'fast'$"
     with pytest.raises(ArgumentError, match=expected):
         TrainingSession(model, kernels="fast")  # type: ignore[arg-type]
 

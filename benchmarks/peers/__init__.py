@@ -112,7 +112,7 @@ class Peer:
 
 PEERS: Mapping[str, Peer] = {
     LOWERED: Peer("with_ortops", {"kernels": "onnx"}, "ortops", start=True),
-    COMPILED: Peer("with_ortops", {"kernels": "compiled"}, "numba", exported=False, start=True),
+    COMPILED: Peer("with_ortops", {"kernels": "compiled"}, "llvmlite", exported=False, start=True),
     PYTHON: Peer("with_ortops", {"kernels": "python"}, "ortops", exported=False),
     RUN_STEPS: Peer(
         "with_ortops",

@@ -60,6 +60,7 @@ def _found(model: onnx.ModelProto, providers: list[str] | None) -> dict[str, Any
         "parameter_count": sum(math.prod(shape) for shape in parameters.values()),
         "state": sorted(set(session.state) - set(parameters)),
         "step": session.steps_done,
+        "compilable": len(session.compilable),
         "learning_rate": _learning_rate(session),
         "schedule": metadata.schedule,
         "averages": bool(metadata.averages),
@@ -153,6 +154,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if found["updates"]:
         updates = ", ".join(f"{name} × {count}" for name, count in found["updates"].items())
         lines.append(f"updates: {updates}")
+    if count := found["compilable"]:
+        lines.append(f"updates of {count} variables can be compiled")
     if found["learning_rate"] is not None:
         rate = f"learning rate {found['learning_rate']:g}"
         lines.append(rate + (f", times {found['schedule']}" if found["schedule"] else ""))

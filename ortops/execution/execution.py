@@ -18,6 +18,7 @@ import copy
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ import onnxruntime
 
 from ortops.autodiff.registry import Rules
 from ortops.errors import OrtopsError, UnsupportedError
+from ortops.execution.compilation import has_compiler
 from ortops.execution.memory import Memory, fetch, give_back, hold, put_all
 from ortops.execution.onnxruntime_sessions import Sessions, UpdateKernels
 from ortops.execution.packed import Variable
@@ -43,6 +45,9 @@ from ortops.uninterrupted import AtomicChanges, run_uninterrupted
 __all__ = ["Execution", "output_labels"]
 
 
+_COMPILED_CALL = 2e-5  # seconds: a call of an update that is not part of the gradient graph
+_COMPILED_SHARE = 0.03  # of a step, from which on making its graph anew is worthwhile
+
 logger = logging.getLogger("ortops")
 
 
@@ -53,7 +58,7 @@ class Execution:
         steps: The parts of a step, one for each training_info entry; must not be used afterwards.
         values: The initial values of the variables; copied one after the other.
         rules: The gradient rules.
-        kernels: The kernels for updates: ``"onnx"``, ``"python"`` or ``"compiled"``.
+        kernels: The kernels for updates: ``"auto"``, ``"onnx"``, ``"python"`` or ``"compiled"``.
         settings: How steps are executed.
         options: Options for the onnxruntime sessions.
         providers: Execution providers.
@@ -63,7 +68,6 @@ class Execution:
 
     Attributes:
         variables: The variables by name.
-        compiled: The names of variables whose updates are compiled.
 
     Raises:
         ArgumentError: If ``recompute`` or ``kernels`` is not valid.
@@ -101,10 +105,10 @@ class Execution:
         ]
         all_packed = [packed for template in self._templates for packed in template.packed]
         self._in_place = any(packed.in_place for packed in all_packed)
-        compiled = [packed.variables for packed in all_packed if packed.translation is not None]
-        self.compiled = tuple(name for variables in compiled for name in variables)
+        self._sessions = sessions
+        self._shared.compiles_later = sessions.compiles_later
         if kernels == "compiled":
-            self._log_compiled()
+            self._log_compiled(logging.INFO if self.compiled else logging.WARNING)
         self.variables: dict[str, Variable] = {}
         for packed in all_packed:
             self.variables |= packed.variables
@@ -116,10 +120,7 @@ class Execution:
             [name for name in step.variables if self._updated_by.get(name, number) != number]
             for number, step in enumerate(steps)
         ]
-        self._caches = [
-            ShapeCache([template], self._capacity, foreign)
-            for template, foreign in zip(self._templates, self._foreign, strict=True)
-        ]
+        self._caches = [self._new_cache(number) for number in range(len(steps))]
         self._hold(values, sessions)
         for number, cache in enumerate(self._caches):
             if not cache.gain:
@@ -160,15 +161,55 @@ class Execution:
             )
         return [node for nodes in found for node in nodes or ()]
 
-    def _log_compiled(self) -> None:
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """The names of variables whose updates are compiled."""
+        found = (packed for template in self._templates for packed in template.translations)
+        return tuple(name for packed in found for name in packed.variables)
+
+    @property
+    def compilable(self) -> tuple[str, ...]:
+        """The names of variables whose updates are compiled now, or can be after some steps."""
+        if not (self._sessions.compiles_later and has_compiler()):
+            return self.compiled
+        found = (packed for each in self._templates for packed in each.compilable())
+        return tuple(name for packed in found for name in packed.variables)
+
+    def _log_compiled(self, level: int, when: str = "") -> None:
         standard = {n: why for template in self._templates for n, why in template.standard.items()}
         reasons = "".join(f"; '{name}' is not: {why}" for name, why in standard.items())
-        logger.log(
-            logging.INFO if self.compiled else logging.WARNING,
-            "kernels: updates of %d variables are compiled%s",
-            len(self.compiled),
-            reasons,
-        )
+        message = "kernels: updates of %d variables are compiled%s%s"
+        logger.log(level, message, len(self.compiled), when, reasons)
+
+    def _compile_after_some_steps(self) -> None:
+        """Compiles updates once the steps have taken so long that it is worthwhile.
+
+        It happens between two steps, which have the same results before and after it.
+        """
+        shared, settings = self._shared, self._sessions.settings
+        steps, seconds = settings.compiled_after
+        if shared.compiles_later and shared.steps >= steps and shared.seconds >= seconds:
+            shared.compiles_later = False
+            self._changes.change(self._compile_updates)
+
+    def _compile_updates(self) -> None:
+        if not has_compiler():
+            logger.debug("kernels: updates are not compiled, because llvmlite is not installed")
+            return
+        saved = self._sessions.settings.saved
+        least = _COMPILED_CALL + _COMPILED_SHARE * self._shared.seconds / max(1, self._shared.steps)
+        try:
+            for number, template in enumerate(self._templates):
+                size = sum(p.group.size for p in template.packed if p.joined)
+                if size and saved * size < least:  # it would not be faster
+                    continue
+                if template.compile_updates():
+                    self._caches[number] = self._new_cache(number)
+                    self._shared.split_steps.pop(number, None)
+        except Exception as error:  # exceptions of llvmlite, and its library's
+            _warn_not_compiled(f"{error}")
+        if self.compiled:
+            self._log_compiled(logging.INFO, f" from now on, after {self._shared.steps} steps")
 
     @property
     def steps_made(self) -> int:
@@ -199,6 +240,7 @@ class Execution:
         self._shared.split_steps.clear()
         self._shared.position = ((0,) * len(turns), made)
         self._shared.failed = ""
+        self._shared.compiles_later = self._sessions.compiles_later
 
     def only(self, part: int) -> Execution:
         """Returns an execution on the same variables whose steps run one of the parts.
@@ -290,6 +332,7 @@ class Execution:
         """
         self.check_process()
         self._check_variables()
+        self._compile_after_some_steps()
         if not self._shared.begun:  # the caller may have freed the model by now
             give_back()
             self._shared.begun = True
@@ -308,6 +351,7 @@ class Execution:
         note: Callable[[Mapping[str, Array]], object] | None = None,
     ) -> dict[str, Array]:
         """Runs the parts of a step; returns the outputs."""
+        begin = time.perf_counter()
         turns, made = self._shared.position
         new_turns = list(turns)
         shown: dict[str, Array] = {}
@@ -345,6 +389,8 @@ class Execution:
             finish()
         else:
             self._changes.change(finish)
+        self._shared.steps += 1
+        self._shared.seconds += time.perf_counter() - begin
         return shown
 
     def computes(self, name: str) -> bool:
@@ -377,9 +423,12 @@ class Execution:
 
     def _forget(self) -> None:
         for number in self._chosen:
-            template, foreign = self._templates[number], self._foreign[number]
-            self._caches[number] = ShapeCache([template], self._capacity, foreign)
+            self._caches[number] = self._new_cache(number)
             self._shared.split_steps.pop(number, None)
+
+    def _new_cache(self, number: int) -> ShapeCache:
+        """Returns a cache for a part that has no graphs yet."""
+        return ShapeCache([self._templates[number]], self._capacity, self._foreign[number])
 
     def _foreign_values(self, number: int, turns: Sequence[int]) -> dict[str, Memory]:
         """Returns the memory of what a part reads and another one updates.
@@ -441,7 +490,9 @@ class Execution:
         """
         self.check_process()
         self._check_variables()
+        self._compile_after_some_steps()
         split_step = self.split_step()
+        begin = time.perf_counter()
         turns, _ = self._shared.position
         (number,) = self._chosen
         names = split_step.names
@@ -456,6 +507,7 @@ class Execution:
         shown = binding.differentiate(given, [*wanted, *fetched], into)
         carried |= {label: shown.pop(name) for name, label in fetched.items()}
         carried |= {name: feeds[name].copy() for name in names.fed}
+        self._shared.seconds += time.perf_counter() - begin
         return Differentiated(shown, found, flat, carried)
 
     def apply(self, gradients: Mapping[str, Array], carried: Mapping[str, Array]) -> None:
@@ -543,12 +595,18 @@ class _Shared:
             changes all.
         failed: Why the variables are between two steps; "" if they are not.
         begun: Whether a step was made.
+        compiles_later: Whether updates may be compiled after some steps, and are not yet.
+        steps: The number of steps in this process, each made in a run of its own.
+        seconds: How long they have taken.
         split_steps: The steps cut after their gradients, by part.
     """
 
     position: tuple[tuple[int, ...], int]
     failed: str = ""
     begun: bool = False
+    compiles_later: bool = False
+    steps: int = 0
+    seconds: float = 0.0
     split_steps: dict[int, SplitStep] = field(default_factory=dict)
 
 
@@ -570,6 +628,16 @@ def output_labels(outputs: Sequence[Sequence[str]], names: Sequence[str]) -> lis
         labels.append({n: f"{prefix}.{n}" if n in taken else n for n in own})
         taken |= set(labels[-1].values())
     return labels
+
+
+@functools.cache
+def _warn_not_compiled(why: str) -> None:
+    """Logs once why updates are not compiled."""
+    logger.warning(
+        "kernels: updates cannot be compiled (%s); training goes on with standard operators, with "
+        "the same results",
+        why,
+    )
 
 
 def _shapes(feeds: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:

@@ -28,7 +28,7 @@ __all__ = [
     "run_session",
 ]
 
-UpdateKernels: TypeAlias = Literal["onnx", "python", "compiled"]
+UpdateKernels: TypeAlias = Literal["auto", "onnx", "python", "compiled"]
 
 _COPIED_OPTIONS = (
     "enable_profiling",
@@ -53,7 +53,8 @@ class Sessions:
         save_memory: Whether to reuse less memory, so that tensors are freed as early as possible.
 
     Attributes:
-        kernels: The kernels for updates.
+        kernels: The kernels for updates: "onnx" for "auto".
+        compiles_later: Whether updates may be compiled after some steps.
         settings: How steps are executed.
         threads: The number of threads for large updates.
         on_cpu: Whether only onnxruntime's CPU provider is used.
@@ -75,7 +76,8 @@ class Sessions:
         *,
         save_memory: bool,
     ) -> None:
-        self.kernels = choice("kernels", kernels, get_args(UpdateKernels))
+        choice("kernels", kernels, get_args(UpdateKernels))
+        self.kernels: UpdateKernels = "onnx" if kernels == "auto" else kernels
         self.settings = settings
         self._options = options
         self._providers = providers
@@ -85,9 +87,12 @@ class Sessions:
         self.device = settings.device or device_of(providers)
         self.on_cpu = self.device is None and [name for name, _ in providers] == [CPU]
         self.names = [name for name, _ in providers]
+        # Compiled code keeps subnormal numbers.
+        flushes = _entry(options, "session.set_denormal_as_zero") == "1"
+        self.compiles_later = kernels == "auto" and self.on_cpu and not flushes
         others = passes_for("webgpu_session") if WEBGPU in self.names else ()
         self.passes = settings.passes if self.on_cpu else others
-        if self.device is not None and kernels != "onnx":
+        if self.device is not None and self.kernels != "onnx":
             raise UnsupportedError(
                 f"kernels must be 'onnx' for variables on a '{self.device.kind}' device, got "
                 f"'{kernels}', which runs on the CPU only"
@@ -160,10 +165,16 @@ class Sessions:
 
 def _record_placement(options: onnxruntime.SessionOptions) -> None:
     """Makes sessions record where their nodes run, which does no harm to other sessions."""
-    with contextlib.suppress(RuntimeError):  # raised by onnxruntime for a missing entry
-        if options.get_session_config_entry(RECORDS) == "1":  # setting it again logs a warning
-            return
-    options.add_session_config_entry(RECORDS, "1")
+    if _entry(options, RECORDS) != "1":  # setting it again logs a warning
+        options.add_session_config_entry(RECORDS, "1")
+
+
+def _entry(options: onnxruntime.SessionOptions | None, name: str) -> str:
+    """Returns an entry of session options; "" if there is none."""
+    if options is not None:
+        with contextlib.suppress(RuntimeError):  # raised by onnxruntime for a missing entry
+            return str(options.get_session_config_entry(name))
+    return ""
 
 
 def inputs_here(session: onnxruntime.InferenceSession) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ import onnx_ir as ir
 
 from ortops.execution.memory import Memory
 from ortops.execution.split import Group, is_safe_in_place
-from ortops.execution.translation import Translation
 from ortops.graph.tensor import IR_VERSION, Tape, op
 from ortops.numbers import Array
 from ortops.passes.scaled_sums import MULTIPLE, arranged, expand
@@ -44,14 +44,13 @@ class Packed:
         in_place: Whether updates may be in place if the formula allows it.
         joined: Whether the formula is part of the gradient graph, so that gradients need no memory
             of their own.
-        translation: The formula as source code, if it is compiled. It is always safe in place.
+        always_safe: Whether updates are safe in place for any formula, because they are compiled.
         passed: Whether outputs of the gradient graph are passed to each update like feeds, so that
             they need no memory of their own.
 
     Attributes:
         group: The group.
         joined: Whether the formula is part of the gradient graph.
-        translation: The formula as source code, if it is compiled.
         given: Indices of the roles that are passed to each update.
         passed: The outputs of the gradient graph among them.
         rows: The number of chunks.
@@ -70,12 +69,11 @@ class Packed:
         *,
         in_place: bool,
         joined: bool,
-        translation: Translation | None = None,
+        always_safe: bool = False,
         passed: bool = False,
     ) -> None:
         self.group = group
         self.joined = joined
-        self.translation = translation
         self.given = [
             index
             for index, role in enumerate(group.roles)
@@ -101,7 +99,7 @@ class Packed:
             value = self.group.formula.inputs[index]
             new = self.group.next_values.get(index)
             first = second = self._array(role.dtype)
-            safe = translation is not None or (new is not None and is_safe_in_place(value, new))
+            safe = always_safe or (new is not None and is_safe_in_place(value, new))
             if new is not None and not (in_place and safe):
                 second = self._array(role.dtype)
             self.arrays[index] = first, second
@@ -122,7 +120,22 @@ class Packed:
     @property
     def in_place(self) -> bool:
         """Whether an update overwrites the current values."""
-        return any(a is b for i, (a, b) in self.arrays.items() if self.group.roles[i].updated)
+        return bool(self.overwritten)
+
+    @property
+    def overwritten(self) -> list[int]:
+        """The roles whose next values overwrite the current values, by index."""
+        return [i for i, (a, b) in self.arrays.items() if self.group.roles[i].updated and a is b]
+
+    def apart(self) -> Packed:
+        """Returns the same update, in the same memory, separate from the gradient graph."""
+        result = copy.copy(self)
+        result.joined, result.arrays = False, dict(self.arrays)
+        for index, role in enumerate(self.group.roles):
+            if index not in self.given and index not in self.arrays:
+                gradients = self._array(role.dtype)
+                result.arrays[index] = gradients, gradients
+        return result
 
     def views(self, index: int, turn: int) -> list[Array]:
         """Returns the tensors of a role as views of its array."""

@@ -39,6 +39,10 @@ class Settings:
             thread takes, so that waiting costs at most about twice the optimum, and cores remain
             free for others. None means onnxruntime's own default, a million pauses (3 to 50 ms); so
             does any number if onnxruntime does not know this setting.
+        compiled_after: How many steps, and how many seconds in them, precede the compilation of
+            updates with ``kernels="auto"``. It takes a few tenths of a second.
+        saved: How many seconds compiled updates are assumed to save for each packed element, where
+            the updates are part of the gradient graph, which must then be made anew.
         scaled_sums: Whether sums y + c · x of long tensors may be computed in one pass over memory.
         copied: The number of bytes of frozen weights up to which onnxruntime may copy them into the
             order of its kernels. Above it, they are inputs, which it reads where they are.
@@ -52,6 +56,8 @@ class Settings:
     shapes: int = 2
     threads: int = field(default_factory=_cores)
     spin: int | None = 20
+    compiled_after: tuple[int, float] = (10, 2.0)
+    saved: float = 1.5e-9
     scaled_sums: bool = True
     copied: int = 2**28
     device: Device | None = None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import onnx_ir as ir
 
 from ortops.autodiff.registry import Rules
 from ortops.errors import UnsupportedError
-from ortops.execution.compilation import compile_all
+from ortops.execution.compilation import compiled
 from ortops.execution.cut import Cut, cut, next_values
 from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Packed
@@ -19,7 +19,7 @@ from ortops.execution.sizes import bind_sizes, sizes_in
 from ortops.execution.split import Group, split
 from ortops.execution.step import Step
 from ortops.execution.translation import Translation, translate
-from ortops.execution.update import CompiledUpdate, SharedUpdate, Update
+from ortops.execution.update import CompiledUpdate, ReplaceableUpdate, Update
 from ortops.graph.edit import prune, remove_defaults
 from ortops.graph.folding import fold
 from ortops.graph.tensor import Names
@@ -28,6 +28,9 @@ from ortops.passes import scaled_sums
 from ortops.passes.rematerialization import Checkpoint, Rematerialization, names_in
 
 __all__ = ["Template"]
+
+
+_NOT_ELEMENTWISE = "it is not elementwise"
 
 
 class Template:
@@ -46,7 +49,8 @@ class Template:
         joined: Whether all packed updates are in the gradient graph.
         packed: The packed updates, with their memory.
         unpacked: The output that is the next value, by variable, for updates that are not packed.
-        standard: Why updates are not compiled although this was requested, by variable.
+        standard: Why updates are not compiled although this was tried, by variable.
+        translations: The packed updates that are compiled, as intermediate code.
         spins: Whether threads may wait actively for the next run, because no update needs the
             cores.
         gains: Whether graphs for known sizes are faster.
@@ -78,7 +82,7 @@ class Template:
         lower_optimizers(graph, Names(graph), lambda node: True)  # into one-tensor nodes
         fold(graph)
         self._next_values = next_values(graph, step.updates)
-        self._updates: list[SharedUpdate] = []
+        self._updates: list[ReplaceableUpdate] = []
         self._dropped = [name for name in step.counts if name not in step.varying]
         groups: list[Group] = []
         self.unpacked: dict[str, str] = dict(step.updates)
@@ -92,12 +96,13 @@ class Template:
                 scaled_sums.insert(group.formula, group.updated)
         self.spins = small or not groups
         self.standard: dict[str, str] = {}
+        self.translations: dict[Packed, Translation] = {}
         if kernels == "compiled":
-            self.standard = dict.fromkeys(self.unpacked, "it is not elementwise")
+            self.standard = dict.fromkeys(self.unpacked, _NOT_ELEMENTWISE)
         self.packed = [self._pack(group, in_place=in_place, small=small) for group in groups]
         self.joined = small and all(packed.joined for packed in self.packed)
-        translations = [p.translation for p in self.packed if p.translation is not None]
-        self._functions = compile_all(translations) if kernels == "compiled" else {}
+        for translation in self.translations.values():
+            compiled(translation)
         self._remove_unread_feeds()
         # Repeated steps pass states from one to the next, so each of them must be an input.
         self._all_read = set(self.unpacked) <= {value.name for value in graph.inputs}
@@ -106,24 +111,66 @@ class Template:
         self.gains = not has_names and any(each.gains(step.model, None) for each in self._passes)
 
     def _pack(self, group: Group, *, in_place: bool, small: bool) -> Packed:
-        """Returns a group with its memory; records the reason if it cannot be compiled."""
+        """Returns a group with its memory, and its translation if it is to be compiled now."""
         in_place, settings = in_place and not small, self.sessions.settings
         translation: Translation | None = None
         if self.sessions.kernels == "compiled":
-            try:
-                translation = translate(group, in_place=in_place)
-            except UnsupportedError as error:
-                names = [name for role in group.roles if role.updated for name in role.names]
-                self.standard |= dict.fromkeys(names, str(error))
-        return Packed(
+            translation = self._translated(group, group.next_values if in_place else ())
+        packed = Packed(
             group,
             sys.maxsize if small else settings.chunk,
             self.sessions.threads,
             in_place=in_place,
             joined=small and translation is None,
-            translation=translation,
+            always_safe=translation is not None,
             passed=not small and group.size >= settings.passed,
         )
+        if translation is not None:
+            self.translations[packed] = translation
+        return packed
+
+    def _translated(self, group: Group, overwritten: Collection[int]) -> Translation | None:
+        """Returns the translation of a group; records the reason if there is none."""
+        try:
+            return translate(group, overwritten=overwritten)
+        except UnsupportedError as error:
+            names = [name for role in group.roles if role.updated for name in role.names]
+            self.standard |= dict.fromkeys(names, str(error))
+            return None
+
+    def compilable(self) -> dict[Packed, Translation]:
+        """Returns the translations of all updates that have one, in the memory that they have."""
+        self.standard = dict.fromkeys(self.unpacked, _NOT_ELEMENTWISE)
+        found: dict[Packed, Translation] = {}
+        for packed in self.packed:
+            translation = self._translated(packed.group, packed.overwritten)
+            if translation is not None:
+                found[packed] = translation
+        return found
+
+    def compile_updates(self) -> bool:
+        """Compiles all updates that can be, in the memory that they have.
+
+        Returns:
+            Whether the graphs must be made anew, because updates are no longer part of them.
+
+        Raises:
+            OrtopsError: See `ortops.execution.compilation.compiled`. Nothing has changed.
+        """
+        found = self.compilable()
+        for translation in found.values():
+            compiled(translation)
+        threads = self.sessions.threads
+        for update in self._updates:
+            if (packed := update.packed) in found:
+                update.replace(CompiledUpdate(packed, found[packed], threads))
+        apart = {packed: packed.apart() for packed in found if packed.joined}
+        self.packed = [apart.get(packed, packed) for packed in self.packed]
+        self.translations |= {apart.get(packed, packed): each for packed, each in found.items()}
+        self.joined = self.joined and not apart
+        if apart:
+            self._updates = []
+        return bool(apart)
 
     def _remove_unread_feeds(self) -> None:
         """Removes the inputs of the gradient graph that only separate updates read."""
@@ -199,14 +246,14 @@ class Template:
         found = next((value for value in values if value.name == name), None)
         return found is not None and not isinstance(found.type, ir.SequenceType | ir.OptionalType)
 
-    def updates(self) -> list[SharedUpdate]:
+    def updates(self) -> list[ReplaceableUpdate]:
         """Returns the packed updates that are separate from the gradients, opened once."""
         if not self._updates:
             self._updates += [
-                Update(packed, self.sessions)
-                if packed.translation is None
-                else CompiledUpdate(
-                    packed, self._functions[packed.translation], self.sessions.threads
+                ReplaceableUpdate(
+                    Update(packed, self.sessions)
+                    if packed not in self.translations
+                    else CompiledUpdate(packed, self.translations[packed], self.sessions.threads)
                 )
                 for packed in self.packed
                 if not packed.joined

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import onnxruntime
 
+from ortops.execution.compilation import Call, compiled
 from ortops.execution.memory import ort_value
 from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours
 from ortops.execution.packed import Packed
+from ortops.execution.translation import Translation
 from ortops.lowering import to_proto
 from ortops.numbers import Array
 
-__all__ = ["CompiledUpdate", "SharedUpdate", "Update"]
+__all__ = ["CompiledUpdate", "ReplaceableUpdate", "SharedUpdate", "Update"]
 
 Work: TypeAlias = Callable[[Mapping[str, Array]], None]
 
@@ -46,7 +50,7 @@ class SharedUpdate(ABC):
         """
         return False
 
-    def bind(self, scalars: Sequence[Array], turn: int) -> Callable[[Mapping[str, Array]], None]:
+    def bind(self, scalars: Sequence[Array], turn: int) -> Work:
         """Binds the update to memory; returns a function of feeds and gradients that runs it."""
         rows = self.packed.rows
         ends = [rows * number // self._threads for number in range(self._threads + 1)]
@@ -158,14 +162,14 @@ class CompiledUpdate(SharedUpdate):
     Gradients are read without copies, slice by slice.
 
     Args:
-        packed: The update; it has a translation.
-        function: The compiled translation.
+        packed: The update.
+        translation: Its translation.
         threads: The maximum number of threads.
     """
 
-    def __init__(self, packed: Packed, function: Callable[..., None], threads: int) -> None:
+    def __init__(self, packed: Packed, translation: Translation, threads: int) -> None:
         super().__init__(packed, threads)
-        self._function = function
+        self._function, self._constants = compiled(translation), translation.constants
 
     @property
     def interruptible(self) -> bool:
@@ -175,34 +179,27 @@ class CompiledUpdate(SharedUpdate):
     def _bind_rows(self, begin: int, end: int, scalars: Sequence[Array], turn: int) -> Work:
         function, length = self._function, math.prod(self.packed.chunk)
         if not self._by_chunk:
-            everything = self._arguments(slice(begin * length, end * length), scalars, turn)
-            arguments = [array for array in everything if array is not None]
-            return lambda feeds: function(*arguments)
+            arguments = self._arguments(slice(begin * length, end * length), scalars, turn)
+            call = Call(function, arguments, (end - begin) * length)
+            return lambda feeds: call()
         given = [self.packed.group.roles[index].names for index in self.packed.given]
         pieces = []
         for row in range(begin, end):
             for member, part, place in self.packed.spans(row):
                 where = slice(row * length + place.start, row * length + place.stop)
-                names = iter([each[member] for each in given])
-                pieces.append(
-                    [
-                        (next(names), part) if array is None else array
-                        for array in self._arguments(where, scalars, turn)
-                    ]
-                )
+                arguments = self._arguments(where, scalars, turn)
+                call = Call(function, arguments, place.stop - place.start)
+                pieces.append((call, [each[member] for each in given], part))
 
         def work(feeds: Mapping[str, Array]) -> None:
-            for arguments in pieces:
-                function(
-                    *(a if isinstance(a, np.ndarray) else _piece(feeds, *a) for a in arguments)
-                )
+            for call, names, part in pieces:
+                call([_piece(feeds, name, part) for name in names])
 
         return work
 
     def _arguments(self, where: slice, scalars: Sequence[Array], turn: int) -> list[Array | None]:
         """Returns the arguments for a slice of the elements; None for passed tensors."""
-        packed = self.packed
-        assert packed.translation is not None
+        packed, overwritten = self.packed, self.packed.overwritten
         arguments: list[Array | None] = []
         for index, role in enumerate(packed.group.roles):
             if index in packed.given:
@@ -210,9 +207,56 @@ class CompiledUpdate(SharedUpdate):
                 continue
             first, second = (_numbers(packed.arrays[index][t])[where] for t in (turn, 1 - turn))
             arguments.append(first)
-            if role.updated and not packed.in_place:
+            if role.updated and index not in overwritten:
                 arguments.append(second)
-        return [*arguments, *map(_numbers, scalars), *packed.translation.constants]
+        return [*arguments, *map(_numbers, scalars), *self._constants]
+
+
+class ReplaceableUpdate:
+    """A packed update of which another form with the same results can take the place.
+
+    Args:
+        update: Its form at first.
+    """
+
+    def __init__(self, update: SharedUpdate) -> None:
+        self._update = update
+        self._bound = weakref.WeakSet[_Bound]()
+
+    @property
+    def packed(self) -> Packed:
+        """The packed update."""
+        return self._update.packed
+
+    @property
+    def interruptible(self) -> bool:
+        """See `SharedUpdate.interruptible`."""
+        return self._update.interruptible
+
+    def bind(self, scalars: Sequence[Array], turn: int) -> Work:
+        """Binds the update to memory, as `SharedUpdate.bind` does."""
+        bound = _Bound(scalars, turn, self._update.bind(scalars, turn))
+        self._bound.add(bound)
+        return bound
+
+    def replace(self, update: SharedUpdate) -> None:
+        """Puts another form of the update in its place, also where it is bound already."""
+        works = [(bound, update.bind(bound.scalars, bound.turn)) for bound in self._bound]
+        self._update = update
+        for bound, work in works:
+            bound.work = work
+
+
+@dataclass(eq=False)
+class _Bound:
+    """What binds an update to memory, and what runs it there."""
+
+    scalars: Sequence[Array]
+    turn: int
+    work: Work
+
+    def __call__(self, feeds: Mapping[str, Array]) -> None:
+        self.work(feeds)
 
 
 def _numbers(array: Array) -> Array:

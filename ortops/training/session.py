@@ -74,7 +74,9 @@ class TrainingSession:
             path. It is not changed.
         kernels: How updates are computed: ``"onnx"`` as standard operators, ``"python"`` as custom
             operators in Python, ``"compiled"`` as one compiled loop for each update, which needs
-            numba (``pip install ortops[compiled]``); see `compiled`.
+            llvmlite (``pip install ortops[fast]``). ``"auto"`` begins like ``"onnx"``. Once 10
+            steps have taken 2 seconds, it compiles updates, if llvmlite is installed and variables
+            are in the CPU's memory. All but ``"python"`` have the same bits; see `compiled`.
         entry: The training_info entry that a step runs, by index or name (see
             `ortops.add_training`); by default all, in order. The variables of other entries keep
             their values.
@@ -102,7 +104,7 @@ class TrainingSession:
             not work on this machine and CPUExecutionProvider is not listed behind it.
         ModelError: If the model has no training_info or is not legal, or if ``recompute`` names a
             tensor that the model does not compute.
-        OrtopsError: If ``kernels`` needs numba and it is not installed.
+        OrtopsError: If ``kernels="compiled"`` and llvmlite is not installed.
         UnsupportedError: If a gradient passes through an operator without a rule, or a device
             cannot store the variables.
 
@@ -130,7 +132,7 @@ class TrainingSession:
         self,
         model: ModelLike | LightModel,
         *,
-        kernels: UpdateKernels = "onnx",
+        kernels: UpdateKernels = "auto",
         entry: int | str | None = None,
         sess_options: onnxruntime.SessionOptions | None = None,
         providers: Sequence[Any] | None = None,
@@ -193,11 +195,11 @@ class TrainingSession:
 
     @property
     def compiled(self) -> tuple[str, ...]:
-        """The variables with compiled updates; empty unless ``kernels="compiled"``.
+        """The variables with compiled updates; with ``kernels="auto"``, empty in the first steps.
 
-        Their updates give the same bits as with ``kernels="onnx"``. An update is not compiled if it
-        is not elementwise (such as Muon's of a matrix) or has an operator that is not exact (such
-        as Exp); the logger ``"ortops"`` gives the reason at level INFO.
+        Their updates give the same bits as with ``kernels="onnx"``, but for those of NaN. An update
+        is not compiled if it is not elementwise (such as Muon's of a matrix) or has an operator
+        that is not exact (such as Exp); the logger ``"ortops"`` gives the reason at level INFO.
 
         Example:
             >>> from models import line
@@ -205,6 +207,17 @@ class TrainingSession:
             ()
         """
         return self._execution.compiled
+
+    @property
+    def compilable(self) -> tuple[str, ...]:
+        """The variables whose updates are compiled, now or after some steps; see `compiled`.
+
+        Example:
+            >>> from models import line
+            >>> ortops.TrainingSession(line.session().model(), kernels="onnx").compilable
+            ()
+        """
+        return self._execution.compilable
 
     @property
     def providers(self) -> list[tuple[str, dict[str, str]]]:

@@ -277,7 +277,7 @@ class Steps:
                 while group := list(itertools.islice(alike, at_once)):
                     if declared.pending:
                         losses.append(numbers_of(self._step(group.pop(0), [loss])[loss], 1))
-                    if len(group) > 1:
+                    if len(group) > 1 and loaded.execution.repeatable:
                         stacks = {name: np.stack([b[name] for b in group]) for name in group[0]}
                         losses.append(
                             numbers_of(self._several_steps(stacks, len(group)), len(group))

@@ -79,7 +79,7 @@ class Victim:
 
     Attributes:
         shape: That of the weights.
-        kernels: ``"onnx"``, ``"python"`` or ``"compiled"``.
+        kernels: ``"auto"``, ``"onnx"``, ``"python"`` or ``"compiled"``.
         settings: How steps are executed.
     """
 
@@ -154,6 +154,11 @@ VICTIMS = {
     "compiled chunks": Victim(
         kernels="compiled", settings=Settings(joined=-1, chunk=16, threads=2)
     ),
+    "compiled later": Victim(kernels="auto", settings=Settings(compiled_after=(7, 0.0), saved=1.0)),
+    "chunks compiled later": Victim(
+        kernels="auto",
+        settings=Settings(joined=-1, chunk=16, threads=2, compiled_after=(7, 0.0), saved=1.0),
+    ),
 }
 """The kinds of sessions: one for each way in which steps are executed."""
 
@@ -161,7 +166,7 @@ KINDS = [
     name
     for name, kind in VICTIMS.items()
     if SOAK > 1 or name != "large python"
-    if kind.kernels != "compiled" or importlib.util.find_spec("numba")
+    if kind.kernels not in ("auto", "compiled") or importlib.util.find_spec("llvmlite")
 ]
 """The names of those that tests attack."""
 

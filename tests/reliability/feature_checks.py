@@ -41,6 +41,7 @@ from running import plain_session, run_session
 import ortops
 from ortops import TrainingSession, callbacks
 from ortops.callbacks import Callback
+from ortops.execution.settings import Settings
 from ortops.training.callback import Record
 from ortops.training.gradients import Accumulation
 from ortops.training.history import History
@@ -225,6 +226,8 @@ def open_session(draw: Draw, model: Any, kernels: Any = None) -> TrainingSession
     if draw.recompute is not None:
         chosen = draw.recompute
         settings[RECOMPUTE] = [*chosen] if isinstance(chosen, tuple) else chosen
+    if draw.kernels == "auto":  # compiled in the middle of training
+        settings["settings"] = Settings(compiled_after=(2, 0.0), saved=1.0)
     return TrainingSession(model, kernels=kernels or draw.kernels, **settings)  # type: ignore[arg-type]
 
 
@@ -540,7 +543,8 @@ def _check(draw: Draw, folder: Path) -> None:
     copies = {name: array.copy() for name, array in data.items()}
     with unchanged(trainable, given):
         run = train(draw, given, data, held_out, folder)
-        plain = open_session(draw, trainable, "onnx" if draw.kernels == "compiled" else None)
+        same = draw.kernels in ("auto", "compiled")
+        plain = open_session(draw, trainable, "onnx" if same else None)
         expected = train_plainly(draw, plain, data, held_out)
         check_history(draw, run.history, expected)
         check_measured(draw, run.history, expected)

@@ -172,7 +172,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "groups": (False, True),
     "trainable": ("all", "some"),
     "batch_normalization": ("auto", "train", "frozen"),
-    "kernels": ("onnx", "python", *_installed("numba", "compiled")),
+    "kernels": ("onnx", "python", *_installed("llvmlite", "compiled", "auto")),
     "recompute": (None, "sqrt", 1, ("hidden",)),
     "data": (*BATCH_FORMS, *ROW_FORMS),
     "batch_size": (5, 4, 1, 16),
