@@ -87,8 +87,8 @@ def test_every_optimizer_gives_the_bits_of_standard_operators(name: str, way: st
     elif name == "Muon":  # matrices are multiplied for its direction, and then moved along it
         assert {"w1", "b1", "w2"} <= set(session.compiled)
         assert "w1.V" not in session.compiled
-    else:
-        assert states <= set(session.compiled)
+    else:  # Adam8bit has float32 moments for few elements, without scales
+        assert {n for n in states if not n.endswith("_SCALE")} <= set(session.compiled)
     assert "step" not in session.compiled
 
 
