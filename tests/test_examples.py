@@ -14,6 +14,7 @@ MODELS = Path(__file__).parents[1] / ".models"
 NAMES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
 NEEDS = {
     "data_parallel": [pytest.mark.torch],
+    "detection": [pytest.mark.slow],
     "federated_flower": [
         pytest.mark.needs("flwr>=1.20"),
         pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # in what Flower imports

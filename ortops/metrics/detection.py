@@ -68,7 +68,7 @@ class MeanAveragePrecision(StreamingMetric):
     layout: str = "predictions"
     iou_thresholds: Sequence[float] = tuple(np.linspace(0.5, 0.95, 10).tolist())
     suppression: float = 0.7
-    candidates: int = 3000
+    candidates: int = 1000
     max_detections: int = 100
     _shown_in: MeanAveragePrecision | None = field(
         default=None, init=False, repr=False, compare=False
@@ -149,7 +149,10 @@ class MeanAveragePrecision(StreamingMetric):
             )
         numbers = np.moveaxis(output, self._axis, 0)
         scores = numbers[4:].reshape(-1)
-        best = np.argsort(-scores, kind="stable")[: self.candidates]
+        best = np.arange(len(scores))
+        if len(scores) > self.candidates:
+            best = np.sort(np.argpartition(-scores, self.candidates)[: self.candidates])
+        best = best[np.argsort(-scores[best], kind="stable")]
         labels, points = np.divmod(best, numbers.shape[1])
         sides = _sides(numbers[:4, points], self.box_format or "cxcywh")
         return _Boxes(labels, sides, scores[best])
@@ -265,11 +268,12 @@ class _Boxes:
     def without_overlaps(self, limit: float, most: int) -> _Boxes:
         """Returns the best ones that overlap no better one by more than a limit."""
         kept: list[int] = []
-        left = np.arange(len(self.sides))
-        while len(left) and len(kept) < most:
-            kept.append(int(left[0]))
-            overlaps = _overlaps(self.sides[left[:1]], self.sides[left[1:]])[0]
-            left = left[1:][overlaps <= limit]
+        near = _overlaps(self.sides, self.sides) > limit
+        left = np.ones(len(near), np.bool)
+        for place, row in enumerate(near):
+            if left[place] and len(kept) < most:
+                kept.append(place)
+                left &= ~row
         return self._chosen(kept)
 
 
@@ -302,8 +306,9 @@ def _matched(overlaps: Array, threshold: float) -> npt.NDArray[np.bool]:
     right = np.zeros(len(overlaps), np.bool)
     free = np.ones(overlaps.shape[1], np.bool)
     least = min(threshold, 1 - 1e-10)
-    for place, row in enumerate(overlaps):
-        best = np.flatnonzero(free & (row >= least))
+    near = overlaps >= least
+    for place in np.flatnonzero(near.any(axis=1)):
+        row, best = overlaps[place], np.flatnonzero(free & near[place])
         if len(best):
             # pycocotools takes the last one of equal overlaps.
             taken = best[len(best) - 1 - int(np.argmax(row[best][::-1]))]
