@@ -344,15 +344,20 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.torch
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("with_distances", [False, True])
-def test_task_aligned_against_loops(options: dict[str, Any], with_distances: bool) -> None:
+@pytest.mark.parametrize("form", ["boxes", "boxes and distances", "distances"])
+def test_task_aligned_against_loops(options: dict[str, Any], form: str) -> None:
     import torch
 
     rng = np.random.default_rng(3)
     boxes, logits, targets = batch(rng, (3, 1, 0, 5), 6)
-    distances = rng.normal(size=(4, 4 * 6, POINTS)) if with_distances else None
+    distances = None if form == "boxes" else rng.normal(size=(4, 4 * 6, POINTS))
     y, s = (torch.tensor(each, requires_grad=True) for each in (boxes, logits))
     d = None if distances is None else torch.tensor(distances, requires_grad=True)
+    if d is not None and form == "distances":
+        points, sizes = (torch.tensor(each) for each in grid())
+        means = (d.reshape(4, 4, 6, POINTS).softmax(2) * torch.arange(6.0)[:, None]).sum(2) * sizes
+        low, high = points.T - means[:, :2], points.T + means[:, 2:]
+        y = torch.cat([(low + high) / 2, high - low], dim=1)
     sums: list[Any] = [0.0, 0.0, 0.0]
     divisor = 0.0
     for n in range(4):
@@ -368,13 +373,18 @@ def test_task_aligned_against_loops(options: dict[str, Any], with_distances: boo
     expected = sum(g * each for g, each in zip(gains, sums, strict=True)) / divisor
     expected.backward()
     assert min(sums[0].item(), divisor - 4) > 0.1  # the case is not trivial
-    more = {"distribution": "d"} if with_distances else {}
-    loss = losses.TaskAligned("y", scores="s", strides=STRIDES, image_size=SIZE, **options, **more)
+    more = {"distribution": "d"} if form == "boxes and distances" else {}
+    first = "d" if form == "distances" else "y"
+    loss = losses.TaskAligned(
+        first, scores="s", strides=STRIDES, image_size=SIZE, **options, **more
+    )
     outputs = {"y": boxes, "s": logits} | ({} if distances is None else {"d": distances})
+    if form == "distances":
+        del outputs["y"]
     value, gradients = loss_and_gradients(loss, outputs, {"targets": targets})
     np.testing.assert_allclose(value, expected.item(), rtol=1e-10)
     for name, tensor in (("y", y), ("s", s), ("d", d)):
-        if tensor is not None:
+        if name in outputs:
             np.testing.assert_allclose(gradients[name], tensor.grad.numpy(), rtol=1e-8, atol=1e-12)
 
 
@@ -482,6 +492,20 @@ def test_parts_of_a_batch_and_weights_of_images(batch_size: int) -> None:
     np.testing.assert_allclose(once.state["scale"], many.state["scale"], rtol=1e-4)
 
 
+def test_accumulated_parts_and_other_weights_to_train() -> None:
+    data, whole, parts = detections(), session(ALIGNED), session(ALIGNED)
+    whole.fit(data, batch_size=4, epochs=2, shuffle=False, progress=False)
+    parts.fit(data, batch_size=1, accumulate=4, epochs=2, shuffle=False, progress=False)
+    assert np.abs(whole.state["scale"] - 1).max() > 1e-3
+    np.testing.assert_allclose(parts.state["scale"], whole.state["scale"], rtol=1e-5)
+    again = whole.with_trainable(["scale"])
+    assert again.evaluate(data) == pytest.approx(whole.evaluate(data))
+    with pytest.raises(ArgumentError, match="class_weight needs a loss"):
+        session(losses.TaskAligned(strides=STRIDES, image_size=SIZE, sample_weight="w")).fit(
+            data, class_weight={1: 2.0}
+        )
+
+
 @pytest.mark.parametrize("label", [CLASSES, 0.5])
 def test_a_class_that_does_not_exist_fails(label: float) -> None:
     data = detections()
@@ -522,7 +546,7 @@ def test_wrong_arguments(make: Any, message: str) -> None:
 
 def test_tensors_of_another_shape() -> None:
     of_two = losses.TaskAligned("y", scores="y", strides=STRIDES, image_size=SIZE)
-    with pytest.raises(ModelError, match=r"'y' must have shape .* 4 numbers .*got \[2, 7, 30\]"):
+    with pytest.raises(ModelError, match=r"'y' must have shape .* multiple of 4.*got \[2, 7, 30\]"):
         loss_and_gradients(of_two, {"y": np.zeros((2, 7, POINTS))}, {})
     with pytest.raises(ModelError, match=r"'y' must have shape .* 5 or more .*got \[2, 4, 30\]"):
         loss_and_gradients(ALIGNED, {"y": np.zeros((2, 4, POINTS))}, {})

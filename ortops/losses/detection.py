@@ -64,15 +64,16 @@ class TaskAligned(Loss):
     which an image counts at least 1. The assignment has no gradient.
 
     Args:
-        output: The boxes and class scores, or the boxes alone; the first floating-point output by
-            default.
+        output: The boxes and class scores, or the boxes alone, or the logits of distances, of which
+            boxes are computed; the first floating-point output by default.
         target: See `Loss`; ``"targets"`` by default.
         reduction: See `Loss`; ``"sum"`` does not divide.
         sample_weight: See `Loss`; weights of images.
         scores: A tensor with the class scores (N, C, A), or their logits, if ``output`` has only
-            the boxes, (N, 4, A) or (N, A, 4), as NonMaxSuppression reads them.
+            the boxes, (N, 4, A) or (N, A, 4), as NonMaxSuppression reads them, or only distances.
         distribution: A tensor with the logits of distances (N, 4 · bins, A) to the left, top, right
-            and bottom side; without it, there is no distribution focal loss.
+            and bottom side in units of the stride; by default ``output``, if it has distances.
+            Without any, there is no distribution focal loss.
         strides: The size of a cell of each grid, in the unit of the boxes.
         image_size: The height and width of images in that unit, or the side of square ones; by
             default square images with as many cells as there are points.
@@ -159,7 +160,8 @@ class TaskAligned(Loss):
         shape = whole.shape or ()
         if self.scores and len(shape) == 3 and shape[1] != 4 and shape[2] == 4:
             whole = op.Transpose(whole, perm=[0, 2, 1])
-        self._check(whole, 4 if self.scores else 5, exactly=bool(self.scores))
+        self._check(whole, 4 if self.scores else 5)
+        distances = whole if self.scores and (whole.shape or ())[1] != 4 else None
         if self.scores:
             boxes, (scores, _) = whole, sources.prediction(self, self.scores)
             self._check(scores, 1)
@@ -167,20 +169,22 @@ class TaskAligned(Loss):
             boxes, scores = whole[:, :4], whole[:, 4:]
         logits = sources.logits_of(self, scores, self.scores or self.output)
         name = self.target or self.default_target
-        rows = (whole.shape or (None,))[0]
-        found = [boxes, logits, sources.input(self, name, whole.dtype, (rows, None, 5), whole)]
+        target = sources.input(
+            self, name, whole.dtype, ((whole.shape or (None,))[0], None, 5), whole
+        )
         if self.distribution:
             distances, _ = sources.prediction(self, self.distribution)
-            self._check(distances, 8)
-            found.append(distances)
-        return self, found
+        if distances is None:
+            return self, (boxes, logits, target)
+        self._check(distances, 8, of=4)
+        return self, (boxes, logits, target, distances)
 
-    def _check(self, tensor: Tensor, least: int, *, exactly: bool = False) -> None:
+    def _check(self, tensor: Tensor, least: int, *, of: int = 1) -> None:
         """Raises an error unless a tensor has enough numbers for each point along axis 1."""
         shape = tensor.shape or ()
         size = shape[1] if len(shape) == 3 else 0
-        if not isinstance(size, int) or size < least or (exactly and size != least):
-            what = f"{least}" if exactly else f"{least} or more"
+        if not isinstance(size, int) or size < least or size % of:
+            what = f"{least} or more" + (f", a multiple of {of}," if of > 1 else "")
             raise ModelError(
                 f"loss {self.name}: '{tensor.name}' must have shape (N, numbers, points) with "
                 f"{what} numbers for each point, got {list(shape)}; name the tensors with output=, "
@@ -269,7 +273,7 @@ class TaskAligned(Loss):
         """Emits the loss, and the sum of the target scores.
 
         Args:
-            boxes: The boxes (N, 4, A).
+            boxes: The boxes (N, 4, A), or the same as ``distances``.
             logits: The logits of classes (N, C, A).
             targets: The objects (N, M, 5).
             distances: The logits of distances (N, 4 · bins, A).
@@ -293,7 +297,14 @@ class TaskAligned(Loss):
         wide = count_type(boxes)
         number = (boxes.shape or (None,))[-1]
         points, strides = self.points(number if isinstance(number, int) else None)
-        given = _Predictions(Box.of(boxes.astype(wide), self.box_format, 1), logits.astype(wide))
+        bins = None
+        if distances is not None:
+            bins = op.Reshape(distances.astype(wide), [0, 4, -1, len(points)])
+        if distances is boxes and bins is not None:
+            sides = _decoded(bins, points.astype(wide), strides.astype(wide))
+        else:
+            sides = Box.of(boxes.astype(wide), self.box_format, 1)
+        given = _Predictions(sides, logits.astype(wide))
         objects = _Objects.of(targets.astype(wide), self.box_format)
         aligned = self._assign(given, objects, points.astype(wide))
         weights = op.ReduceSum(aligned.scores, [1], keepdims=0)
@@ -304,12 +315,11 @@ class TaskAligned(Loss):
             *(counts, op.ReduceSum(weights * each, [1], keepdims=0)),
             op.ReduceSum(cross_entropy, [1, 2], keepdims=0),
         ]
-        if distances is not None:
+        if bins is not None:
             x, y = points.T.astype(wide)
             box, sizes = aligned.boxes, strides.astype(wide)
-            sides = (x - box.left, y - box.top, box.right - x, box.bottom - y)
-            goal = op.Concat(*(op.Unsqueeze(side / sizes, [1]) for side in sides), axis=1)
-            bins = op.Reshape(distances.astype(wide), [0, 4, -1, len(points)])
+            four = (x - box.left, y - box.top, box.right - x, box.bottom - y)
+            goal = op.Concat(*(op.Unsqueeze(side / sizes, [1]) for side in four), axis=1)
             each = op.ReduceMean(distribution(bins, goal, 2), [1], keepdims=0)
             found.append(op.ReduceSum(weights * each, [1], keepdims=0))
         return found
@@ -340,6 +350,18 @@ class TaskAligned(Loss):
         return _Aligned(
             op.MatMul(labels.astype(u.dtype), scores), Box(*(op.Squeeze(g, [1]) for g in goals))
         )
+
+
+def _decoded(bins: Tensor, points: Any, strides: Any) -> Box:
+    """Returns the boxes of logits (N, 4, bins, A) of distances, whose expectations count."""
+    count = op.Squeeze(op.Shape(bins, start=2, end=3))
+    numbers = op.Reshape(op.Range(0, count, 1).astype(bins.dtype), [-1, 1])
+    means = op.ReduceSum(op.Softmax(bins, axis=2) * numbers, [2], keepdims=0) * strides
+    left, top, right, bottom = (
+        op.Squeeze(each, [1]) for each in op.Split(means, axis=1, num_outputs=4)
+    )
+    x, y = points.T
+    return Box(x - left, y - top, x + right, y + bottom)
 
 
 class _Predictions(NamedTuple):
