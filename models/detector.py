@@ -15,7 +15,7 @@ STRIDES = (4, 8)
 
 
 def detector(
-    size: int = 32, *, classes: int = 3, bins: int = 6, width: int = 16, seed: int = 0
+    size: int = 32, *, classes: int = 3, bins: int = 8, width: int = 16, seed: int = 0
 ) -> onnx.ModelProto:
     """Builds convolutions with batch normalization, two grids of predictions, and the suppression.
 

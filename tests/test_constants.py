@@ -9,8 +9,11 @@ import onnx.parser
 import pytest
 
 import ortops
+from models.detector import STRIDES, detector
 from ortops.building.tables import table_kind
 from ortops.check import check
+from ortops.losses import TaskAligned
+from ortops.surgery import before_postprocessing
 
 _DRAW = np.random.default_rng(0)
 
@@ -128,7 +131,27 @@ def _mel_filters(filters: int, bins: int) -> npt.NDArray[np.float64]:
 _PHASES = 2 * np.pi / 64 * np.outer(np.arange(33), np.arange(64))
 _HANN = 0.5 - 0.5 * np.cos(2 * np.pi / 64 * np.arange(64))
 _POSITIONS = np.outer(np.arange(50), 1e4 ** -(np.arange(16) / 16))
+
+
+def _cells(sizes: tuple[int, int], strides: tuple[int, ...]) -> list[tuple[float, float, int]]:
+    """The column, row and size of each cell of the grids of a detector, in its order."""
+    return [
+        (column, row, stride)
+        for stride in strides
+        for row in range(sizes[0] // stride)
+        for column in range(sizes[1] // stride)
+    ]
+
+
+_CELLS = np.array(_cells((640, 640), (8, 16, 32)))
+_WIDE = np.array(_cells((64, 96), (8, 16)))
 _TABLES = {
+    "anchor points": [
+        ((_CELLS[:, :2] + 0.5) * _CELLS[:, 2:]).T,  # in pixels
+        (_CELLS[:, :2] + 0.5).T[None],  # in cells, as YOLOv8's exporter writes them
+        *(_WIDE[:, :2] * _WIDE[:, 2:], (_WIDE[:, 1::-1] + 0.5) * _WIDE[:, 2:]),
+    ],
+    "sizes of cells": [_CELLS[:, 2], _WIDE[None, :, 2]],
     "equally spaced numbers": [np.arange(16), 20 * np.arange(360) + 1997.3],
     "a window function": [_HANN, np.hamming(400), np.hanning(512)],
     "the basis of a Fourier transform": [
@@ -156,6 +179,9 @@ def test_tables_are_recognized(kind: str, table: npt.NDArray[np.float64], dtype:
     "values",
     [
         *(_DRAW.standard_normal(shape) for shape in ((64,), (64, 64), (16, 1, 3, 3), (40, 1, 9))),
+        *(_DRAW.standard_normal((2, 64)), np.linspace(-1, 1, 64).reshape(2, 32), np.eye(9)[:, :2]),
+        *(np.stack([np.arange(9.0), np.zeros(9)]), np.repeat([1.0, 2.0, 3.0], 8)),
+        *(np.repeat([1.0, 2.0], [4, 8]), np.ones((2, 16))),
         *(np.ones(64), np.zeros((16, 16)), np.eye(16), np.tri(16), np.full(16, 0.1)),
         *(np.linspace(-1, 1, 64).reshape(8, 8), np.sin(np.arange(256)).reshape(16, 16)),
         *(2.0 ** -np.arange(8), np.log(np.arange(1, 17)), np.arange(16) ** 2),
@@ -194,6 +220,12 @@ def test_tables_are_marked_and_trained_when_named() -> None:
     assert list(report.parameters) == ["w", "basis"]
     with pytest.raises(ortops.ModelError, match=r"no weight, only 'basis', which holds the basis"):
         ortops.build_training_model(model, loss="L1", optimizer="SGD", trainable=["bas*"])
+
+
+def test_what_a_detector_computes_boxes_with_is_not_trained() -> None:
+    report = check(before_postprocessing(detector()), loss=TaskAligned(strides=STRIDES))
+    assert report.parameters
+    assert all(name[0].isdigit() for name in report.parameters)  # the names of layers
 
 
 def test_constants_are_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,8 +1,9 @@
 """Recognizes initializers that hold a table of numbers, which no training produced.
 
 Spectrograms are matrix products or convolutions with windowed cosines, mel scales are products with
-triangular filters, and expected values are products with the numbers 0 … n. Exporters write these
-tables as initializers, in the places of weights.
+triangular filters, and expected values are products with the numbers 0 … n. Detectors multiply
+distances by the sizes of the cells of grids, and add them to the centers of cells. Exporters write
+these tables as initializers, in the places of weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ Array: TypeAlias = npt.NDArray[np.float64]
 
 _SHORTEST = 8  # fewer numbers look like a table by chance
 _SAMPLES = 32
+_MOST_GRIDS = 6
 
 
 def table_kind(values: npt.NDArray[Any]) -> str:
@@ -30,7 +32,8 @@ def table_kind(values: npt.NDArray[Any]) -> str:
 
     Returns:
         ``"equally spaced numbers"``, ``"a window function"``, ``"cosines"``, ``"the basis of a
-        Fourier transform"``, ``"triangular filters"``, or an empty text.
+        Fourier transform"``, ``"triangular filters"``, ``"anchor points"``, ``"sizes of cells"``,
+        or an empty text.
 
     Example:
         >>> table_kind(np.arange(16.0)), table_kind(np.hanning(400))
@@ -44,6 +47,9 @@ def table_kind(values: npt.NDArray[Any]) -> str:
     table = values.reshape(shape)
     if table.ndim == 1:
         return _vector_kind(table)
+    if min(shape) == 2:
+        rows = _float64(table if shape[0] == 2 else table.T)
+        return "anchor points" if _is_grid(*rows) or _is_grid(*rows[::-1]) else ""
     sides = [rows for rows in (table, table.T) if rows.shape[1] >= _SHORTEST and len(rows) > 2]
     kinds = (kind for kind, is_kind in _MATRICES.items() if any(map(is_kind, sides)))
     return next(kinds, "")
@@ -52,12 +58,34 @@ def table_kind(values: npt.NDArray[Any]) -> str:
 def _vector_kind(values: npt.NDArray[Any]) -> str:
     found = _cosine(values)
     if found is None:
-        return ""
+        return "sizes of cells" if _is_doubling(_float64(values)) else ""
     if found == 0:
         return "equally spaced numbers"
     ends = np.abs(_float64(values[[0, 1, -1]]))
     middle = abs(float(values[len(values) // 2]))
     return "a window function" if ends.max() < 0.2 * middle else "cosines"
+
+
+def _is_grid(x: Array, y: Array) -> bool:
+    """Whether points are those of grids, row by row, and one grid behind the other."""
+    along, down = np.diff(x), np.diff(y)
+    (ends,) = np.nonzero(down)  # of rows
+    inner = np.delete(along, ends)
+    if len(ends) > len(x) // 2 or inner.min() <= 0:
+        return False
+    steps = along[np.maximum(ends - 1, 0)]
+    others = np.count_nonzero(np.abs(down[ends] - steps) > 1e-3 * np.abs(steps))
+    kinds = len(np.unique(inner.round(3)))
+    return bool(len(ends) > 0 and others <= _MOST_GRIDS and kinds <= _MOST_GRIDS)
+
+
+def _is_doubling(values: Array) -> bool:
+    """Whether there are several numbers, each twice the one before and at most as often."""
+    steps, counts = np.unique(values, return_counts=True)
+    runs = 1 + np.count_nonzero(np.diff(values))
+    is_known = 2 <= len(steps) == runs <= _MOST_GRIDS and counts[-1] > 1
+    doubled = (steps[1:] == 2 * steps[:-1]).all() and (counts[1:] < counts[:-1]).all()
+    return bool(is_known and doubled)
 
 
 def _cosine(values: npt.NDArray[Any]) -> float | None:
