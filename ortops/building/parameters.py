@@ -458,10 +458,11 @@ def _why_table(own: Sequence[Reader], value: ir.Value) -> str:
     tensor = value.const_value
     if tensor is None or any(reader.node.op_type in _NORMALIZATIONS for reader in own):
         return ""
-    if any(_adds_bias(reader.node, reader.index) for reader in own):
-        return ""
     kind = table_kind(tensor.numpy())
-    return f"holds {kind}, in {describe(own[0].node)}" if kind else ""
+    may_be_bias = any(_adds_bias(reader.node, reader.index) for reader in own)
+    if not kind or (may_be_bias and kind != "anchor points"):  # which are a matrix
+        return ""
+    return f"holds {kind}, in {describe(own[0].node)}"
 
 
 def _adds_bias(node: ir.Node, index: int) -> bool:
