@@ -115,6 +115,12 @@ def test_the_driver_refuses_what_is_wrong(trained: Trained) -> None:
 
 
 @pytest.mark.javascript
+def test_pixels_become_tensors(trained: Trained) -> None:
+    """Of the layouts and types that the second page takes; the cases are in the script."""
+    assert node("images.mjs", trained.folder) == "images\n"
+
+
+@pytest.mark.javascript
 def test_nothing_is_left_on_a_device(trained: Trained) -> None:
     """On a device that counts what is there; the cases are in the script."""
     printed = node("device.mjs", WEB, trained.folder)
@@ -225,7 +231,8 @@ def test_the_second_page_trains_a_classifier_on_images(target: Any, tmp_path: Pa
     (guess,) = session.predict({"images": colors([3])["images"][1:2]})["logits"].argmax(1)
 
     folder = page_of(tmp_path, "classifier.mjs")
-    report, posted = run_page(folder, "test.html?ordered", *(SWIFTSHADER if target else ()))
+    options = SWIFTSHADER if target else ()
+    report, posted = run_page(folder, "test.html?ordered", *options, seconds=480)
     name = "WebGPU" if target else "WebAssembly"
     assert report["opened"] == f"Runs on {name}. Add images of each class."
     assert report["model"] == "The folder of this page: 3 classes, images of 8 × 8, color."
@@ -275,8 +282,8 @@ def test_the_second_page_trains_a_classifier_on_images(target: Any, tmp_path: Pa
     assert report["reset"][0].startswith("Reset to the start. 24 images to train")
     assert report["reset"][1] == "0.001"
     assert report["incomplete"].startswith("the folder lacks step.json; choose a folder that ")
-    assert report["chosen"] == "Runs on WebAssembly."
+    assert report["chosen"] == f"Runs on {name}."
     assert report["model2"] == "The chosen folder: 3 classes, images of 8 × 8, color."
-    assert report["again"].startswith("Trained 6 steps; accuracy on images set aside ")
+    assert report["again"].startswith("Trained 3 steps; accuracy on images set aside ")
     assert report["unnamed"] == []
     assert report["names"] == ["Add images of c blue", "Remove the images of c blue"]

@@ -345,6 +345,12 @@ function takesDrops(target, take) {
   });
 }
 
+/** Chooses WebGPU for a step that was exported for it. */
+function suggestProvider(description) {
+  const isForGpu = navigator.gpu && /"target":\s*"webgpu"/.test(description);
+  find("provider").value = query.get("provider") ?? (isForGpu ? "webgpu" : "wasm");
+}
+
 async function chooseStep(found) {
   const known = found.filter(({ path }) => FILES.includes(path.at(-1)));
   const depth = Math.min(...known.map(({ path }) => path.length));
@@ -354,6 +360,8 @@ async function chooseStep(found) {
     throw new Error(`the folder lacks ${missing.join(", ")}; choose a folder that \`ortops export-step\` wrote`);
   }
   const before = files;
+  const description = await parts.find(({ path }) => path.at(-1) === "step.json").file.text();
+  suggestProvider(description);
   files = Object.fromEntries(await Promise.all(parts.map(async ({ path, file }) => [path.at(-1), await file.arrayBuffer()])));
   try {
     await openStep();
@@ -391,13 +399,9 @@ async function start() {
   takesDrops(find("images"), addFolders);
   takesDrops(find("try"), ([first]) => classify(first?.file));
   const described = await fetch("step.json").catch(() => null);
-  if (!described?.ok) {
-    say("Choose a folder that `ortops export-step` wrote.");
-    return;
-  }
-  const { target } = await described.json().catch(() => ({}));
-  find("provider").value = query.get("provider") ?? (navigator.gpu && target === "webgpu" ? "webgpu" : "wasm");
-  await openStep();
+  suggestProvider(described?.ok ? await described.text() : "{}");
+  if (described?.ok) await openStep();
+  else say("Choose a folder that `ortops export-step` wrote.");
 }
 
 shown(start)().finally(() => { document.body.dataset.ready = "1"; });

@@ -14,12 +14,14 @@ export function inputsOf({ step: { feeds }, evaluate: { predict } }) {
   const targets = feeds.filter(({ name }) => !predict.includes(name));
   const [image] = images;
   const shapes = images.map(({ name, type, shape }) => `'${name}' ${type}[${shape ?? "?"}]`).join(", ");
-  if (images.length !== 1 || image.shape?.length !== 4 || !["float16", "float32", "uint8"].includes(image.type)) {
+  const refuse = () => {
     throw new Error(
       "this page needs a model with one input of images, float or uint8 with 4 dimensions (batch, channels, " +
-        `height, width, or channels last), got ${shapes || "none"}; train others with Python or the driver`,
+        `height, width, or channels last) and 1, 3 or 4 channels, got ${shapes || "none"}; train others with ` +
+        "Python or the driver",
     );
-  }
+  };
+  if (images.length !== 1 || image.shape?.length !== 4 || !["float16", "float32", "uint8"].includes(image.type)) refuse();
   if (targets.length !== 1) {
     throw new Error(
       `this page needs a loss with one input of classes, got ${targets.map(({ name }) => `'${name}'`).join(", ") || "none"}`,
@@ -28,6 +30,7 @@ export function inputsOf({ step: { feeds }, evaluate: { predict } }) {
   const [batch, second, third, fourth] = image.shape.map((dim) => (typeof dim === "number" ? dim : null));
   const isLast = CHANNELS.includes(fourth) && !CHANNELS.includes(second);
   const [channels, height, width] = isLast ? [fourth, second, third] : [second, third, fourth];
+  if (channels !== null && !CHANNELS.includes(channels)) refuse();
   const layout = isLast ? "NHWC" : "NCHW";
   return { image, target: targets[0], layout, batch, channels: channels ?? 3, height, width };
 }

@@ -135,6 +135,7 @@ try {
   found.incomplete = await said(() => choose(get("folder"), files.slice(1)));
   found.chosen = await said(() => choose(get("folder"), files), { ends: () => !get("train").disabled });
   found.model2 = text("model-name");
+  get("epochs").value = 1;
   found.again = await said(() => click("train"));
   const named = (field) => field.ariaLabel || field.labels?.length || field.textContent.trim();
   found.names = [...get("classes").querySelectorAll("[type=file], button")].slice(-2).map((field) => field.ariaLabel);
