@@ -111,7 +111,7 @@ def _measure(
     effort: Effort,
     output: Path | None,
 ) -> int:
-    from benchmarks import own, plot, works
+    from benchmarks import machine, own, plot, works
     from benchmarks.measure import Contestant, measure, worker
     from benchmarks.peers import PEERS
     from benchmarks.report import Report
@@ -161,6 +161,9 @@ def _measure(
         report.imports = own.import_seconds(effort.starts)
         report.fits = own.fit_ratios(optimizer, effort)
         save()
+    with worker() as submit:
+        report.products = submit(machine.product_speeds, rounds=effort.rounds).result()
+    save()
     print(report.markdown())
     if output is not None:
         report.write(output)

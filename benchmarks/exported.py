@@ -1,7 +1,9 @@
-"""Architectures of the package transformers, and the files that PyTorch's exporters write.
+"""Networks and the files that PyTorch's exporters write of them.
 
-Models are exported in evaluation mode: without dropout, and with batch normalization folded into
-convolutions, as both exporters do. All peers train the same parameters.
+Most files are as a shipped model is fine-tuned: exported in evaluation mode, without dropout, and
+with batch normalization folded into convolutions. The others are exported in training mode, without
+any optimization by the exporter: batch normalization is live, and dropouts of ratio 0 are nodes.
+All peers train the same parameters.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks import architectures
 from benchmarks.task import Array
 
 if TYPE_CHECKING:
@@ -32,12 +35,14 @@ class Network:
     """A network and its inputs.
 
     Attributes:
-        build: Creates the module of transformers, given an implementation of attention.
-        input: The name of its input.
+        build: Creates the module, given an implementation of attention for transformers.
+        input: The name of its input, an argument of the module.
         sample: The shape of the input, without the batch.
         ids: The number of token ids; 0 if samples are floats.
         classes: The number of logits.
         labels: The shape of a sample's labels.
+        axis: The axis of the classes.
+        training: Whether the module is in training mode, and the exporter optimizes nothing.
     """
 
     build: Callable[[str], torch.nn.Module]
@@ -46,6 +51,8 @@ class Network:
     ids: int
     classes: int
     labels: tuple[int, ...] = ()
+    axis: int = -1
+    training: bool = False
 
     def batch(self, rng: np.random.Generator, size: int) -> dict[str, Array]:
         """Returns a batch of random samples and labels."""
@@ -56,57 +63,25 @@ class Network:
         return {self.input: samples.astype(dtype), "labels": labels}
 
 
-def _bert(attention: str) -> torch.nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        vocab_size=1907,
-        hidden_size=384,
-        num_hidden_layers=6,
-        num_attention_heads=12,
-        intermediate_size=1536,
-        num_labels=5,
-        attn_implementation=attention,
-    )
-    return BertForSequenceClassification(config)
-
-
-def _gpt2(attention: str) -> torch.nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=8192,
-        n_positions=128,
-        n_embd=512,
-        n_layer=6,
-        n_head=8,
-        use_cache=False,
-        attn_implementation=attention,
-    )
-    return GPT2LMHeadModel(config)
-
-
-def _mobilenet(attention: str) -> torch.nn.Module:
-    """Returns the network with folded batch normalization; statistics are those of noise."""
-    import torch
-    from torch.nn.utils import fusion
-    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
-
-    network = MobileNetV2ForImageClassification(MobileNetV2Config(num_labels=10))
-    noise = torch.randn(4, 3, 224, 224, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        network.train()(noise)
-    for layer in network.eval().modules():
-        if getattr(layer, "normalization", None) is not None:
-            layer.convolution = fusion.fuse_conv_bn_eval(layer.convolution, layer.normalization)
-            layer.normalization = None
-    return network
-
+_PIXELS, _IDS = "pixel_values", "input_ids"
+_TRAINED: Mapping[str, Network] = {
+    "bert": Network(architectures.bert, _IDS, (64,), 1907, 5),
+    "convnext": Network(architectures.convnext, _PIXELS, (3, 128, 128), 0, 10),
+    "efficientnet": Network(architectures.efficientnet, _PIXELS, (3, 128, 128), 0, 10),
+    "gpt2": Network(architectures.gpt2, _IDS, (128,), 8192, 8192, (128,)),
+    "llama": Network(architectures.llama, _IDS, (256,), 8192, 8192, (256,)),
+    "mobilenet": Network(architectures.mobilenet, _PIXELS, (3, 224, 224), 0, 10),
+    "resnet20": Network(architectures.resnet20, _PIXELS, (3, 32, 32), 0, 10),
+    "speech": Network(architectures.speech, "frames", (200, 80), 0, 32, (200,)),
+    "unet": Network(architectures.unet, _PIXELS, (3, 96, 96), 0, 6, (96, 96), axis=1),
+    "vit": Network(architectures.vit, _PIXELS, (3, 224, 224), 0, 10),
+}
 
 NETWORKS: Mapping[str, Network] = {
-    "bert": Network(_bert, "input_ids", (64,), 1907, 5),
-    "mobilenet": Network(_mobilenet, "pixel_values", (3, 224, 224), 0, 10),
-    "gpt2": Network(_gpt2, "input_ids", (128,), 8192, 8192, (128,)),
+    "bert": _TRAINED["bert"],
+    "mobilenet": replace(_TRAINED["mobilenet"], build=architectures.folded_mobilenet),
+    "gpt2": _TRAINED["gpt2"],
+    **{f"{name} in training mode": replace(each, training=True) for name, each in _TRAINED.items()},
 }
 """The networks by name."""
 
@@ -119,7 +94,7 @@ def _made(name: str, attention: str) -> torch.nn.Module:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     network = NETWORKS[name]
-    inner = network.build(attention).eval()
+    inner = network.build(attention).train(network.training)
     inner.requires_grad_(True)  # also biases created by folding
     with torch.no_grad():  # different values, because exporters merge identical parameters
         for parameter in inner.parameters():
@@ -132,9 +107,10 @@ def _made(name: str, attention: str) -> torch.nn.Module:
             self.inner = inner
 
         def forward(self, samples: torch.Tensor) -> Any:
-            return self.inner(**{network.input: samples}).logits
+            outputs = self.inner(**{network.input: samples})
+            return getattr(outputs, "logits", outputs)
 
-    return Logits()
+    return Logits().train(network.training)
 
 
 def initial_weights(name: str) -> dict[str, Array]:
@@ -146,7 +122,7 @@ def initial_weights(name: str) -> dict[str, Array]:
 
 
 def module(name: str, weights: Mapping[str, Array]) -> torch.nn.Module:
-    """Returns the module of a network with these weights, in evaluation mode.
+    """Returns the module of a network with these weights, in the mode of the network.
 
     Attention is PyTorch's scaled_dot_product_attention, the default of transformers.
     """
@@ -158,7 +134,7 @@ def module(name: str, weights: Mapping[str, Array]) -> torch.nn.Module:
 
 
 def export(name: str, exporter: str, path: Path) -> None:
-    """Exports an inference model with a dynamic batch size.
+    """Exports a model with a dynamic batch size.
 
     Args:
         name: A network in `NETWORKS`.
@@ -173,10 +149,13 @@ def export(name: str, exporter: str, path: Path) -> None:
     if exporter == "TorchScript":
         axes = {network.input: {0: "batch"}, "logits": {0: "batch"}}
         settings |= {"dynamo": False, "dynamic_axes": axes, "opset_version": 17}
+        if network.training:
+            mode = torch.onnx.TrainingMode.TRAINING
+            settings |= {"training": mode, "do_constant_folding": False}
     else:
         dynamic = ({0: torch.export.Dim("batch")},)
         settings |= {"dynamo": True, "dynamic_shapes": dynamic, "external_data": False}
-        settings |= {"verbose": False}
+        settings |= {"verbose": False, "optimize": not network.training}
     made = _made(name, "eager")
     with _silence():
         torch.onnx.export(made, (samples,), str(path), **settings)

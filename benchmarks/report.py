@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks import own
+from benchmarks import machine, own
 from benchmarks.measure import CHECKED_STEPS, Effort, Result
 from benchmarks.peers import LOWERED, PEERS, PYTHON, RUN_STEPS, STEP_GRAPH, TORCH, C
 from benchmarks.start import Start
@@ -65,6 +64,7 @@ class Report:
         creation: Seconds to create the session of a deep transformer.
         imports: Seconds to import `TrainingSession`.
         fits: The ratio of the time of `fit` to that of a loop of steps in each round, by workload.
+        products: The speed of matrix products in GFLOP/s, by product and library.
     """
 
     optimizer: str
@@ -76,6 +76,7 @@ class Report:
     creation: Sequence[float] = ()
     imports: Sequence[float] = ()
     fits: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    products: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def disagreements(self) -> list[str]:
         """Describes results that differ from the reference by more than the tolerance."""
@@ -136,7 +137,7 @@ class Report:
         """Writes ``results.md`` and ``results.json``."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.md").write_text(self.markdown(), encoding="utf-8")
-        data = {"versions": _versions(), "machine": _machine(), "date": str(date.today())}
+        data = {"versions": _versions(), "machine": machine.cpu(), "date": str(date.today())}
         data |= asdict(self) | {
             "times": {work: _figures(each) for work, each in self.times.items()}
         }
@@ -156,7 +157,7 @@ class Report:
         training = next(work for work in works if isinstance(work, TrainingStep))
         update = next(work for work in works if isinstance(work, Update))
         yield f"- {date.today()}; {', '.join(f'{k} {v}' for k, v in _versions().items())}"
-        yield f"- {_machine()}; {THREADS} threads; optimizer: {self.optimizer}"
+        yield f"- {machine.cpu()}; {THREADS} threads; optimizer: {self.optimizer}"
         yield (
             f"- a time is the median time per step in {effort.rounds} interleaved rounds of "
             f"{effort.turn:g} s, after warm-up; brackets: the lowest and the highest round"
@@ -168,6 +169,9 @@ class Report:
             f"optimizer (tolerance {training.timed_tolerance:.0e}), or updated parameters "
             f"(tolerance {update.tolerance:.0e})"
         )
+        for product, speeds in self.products.items():
+            shown = ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
+            yield f"- product {product} of 1024 × 1024, GFLOP/s: {shown}"
         for peer, reason in self.missing.items():
             yield f"- skipped: {peer}: {reason}"
 
@@ -265,10 +269,6 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _machine() -> str:
-    return f"{os.cpu_count()} cores, {platform.machine()}"
 
 
 def _spread(values: Sequence[float]) -> str:

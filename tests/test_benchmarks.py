@@ -18,6 +18,7 @@ import pytest
 import ortops
 from benchmarks import (
     functions,
+    machine,
     measure,
     own,
     places,
@@ -45,6 +46,16 @@ SMALL = {
     "update": Update(30, tensors=3),
     "training": dataclasses.replace(WORKS[MODEL], batch=8),
 }
+
+
+SEVERAL = ("BERT", "ViT", "ConvNeXt", "Llama", "GPT-2", "MobileNetV2")
+REAL = [
+    name
+    for name, work in WORKS.items()
+    if isinstance(work, Export) and not ("training mode" in name and name.startswith(SEVERAL))
+]
+"""Files of exporters. Of networks in training mode, only some are tested: a test of one takes up to
+a minute, and `./scripts/benchmark` checks all of them."""
 
 
 def able(work: works.Work, optimizer: str) -> list[str]:
@@ -149,7 +160,7 @@ def test_losses_of_the_peers_agree(work: str, tmp_path: Path, workers: Worker) -
 @pytest.mark.optional("transformers", "export")
 @pytest.mark.optional("onnxscript", "export")
 @pytest.mark.slow
-@pytest.mark.parametrize("work", [name for name in WORKS if isinstance(WORKS[name], Export)])
+@pytest.mark.parametrize("work", REAL)
 def test_losses_of_real_models_agree(work: str, tmp_path: Path, workers: Worker) -> None:
     it = WORKS[work]
     some = [peer for peer in able(it, "Momentum") if peer != "torch.compile"]
@@ -388,7 +399,8 @@ def test_a_bar_that_is_cut_has_a_mark(tmp_path: Path, drawn: Callable[[Path], An
 def test_the_chart_has_each_network_once() -> None:
     shown = plot.charted(WORKS)
     assert [name for name in shown if name.startswith("BERT")] == [
-        "BERT 6 layers d 384, 16×64, dynamo's file"
+        "BERT 6 layers d 384, 16×64, dynamo's file",
+        "BERT 6 layers d 384, 16×64, training mode, dynamo's file",
     ]
     assert not any(isinstance(WORKS[name], Update) for name in shown)
     assert plot.charted(["BERT 6 layers d 384, 16×64, TorchScript's file"]) != []
@@ -403,25 +415,56 @@ def test_without_pytorch_there_is_no_chart(
     assert "no training step was measured with torch eager" in capsys.readouterr().err
 
 
-def test_tables_of_the_documentation_have_milliseconds_and_a_direction(tmp_path: Path) -> None:
-    file = results_of(tmp_path, [MODEL], PEERS_OF_PLOT)
+def test_tables_of_the_documentation_have_the_median_and_the_worst_workload(
+    tmp_path: Path,
+) -> None:
+    file = results_of(tmp_path, [MODEL, WIDE], PEERS_OF_PLOT)
     results = json.loads(file.read_text(encoding="utf-8"))
-    results["versions"] = dict.fromkeys(speed_table.SHOWN, "1.0")
-    short, long = ("\n".join(of(results)) for of in (speed_table.short, speed_table.long))
-    assert "Below 1, ortops is faster or smaller" in short
-    (row,) = rows_of(short, "fastest peer")
-    assert row == [MODEL, "5 ms", "8 ms (torch.compile)", "0.62", "0.50", "0.50"]
-    (row,) = rows_of(long, "torch.compile")
-    assert row == [MODEL, "5 ms", "", "10 ms", "8 ms", "60 ms", "", "0.62 (0.6)", "torch.compile"]
-    assert "| 1.00 s | 2.00 s | 12.00 s | 0.50 (0.3) |" in long
-    assert "| 200 MB | 400 MB | 2400 MB | 0.50 (0.6) |" in long
+    results["machine"], results["versions"] = "a CPU", {"onnxruntime": "1.0", "torch": "2.0"}
+    slow = results["times"][WIDE][LOWERED]
+    slow["seconds"] = [4 * each for each in slow["seconds"]]
+    measured = speed_table.merge({}, results)
+    (row,) = rows_of("\n".join(speed_table.short(measured)), "workloads")
+    assert row == ["a CPU", "2", f"1.56, 2.50 ({WIDE})", "0.50, 0.50", "0.50, 0.50"]
+    first, second = rows_of("\n".join(speed_table.long(measured)), "fastest peer")
+    date = results["date"]
+    assert first == [MODEL, date, "5", "torch.compile", "0.62", "", "0.50", "0.50"]
+    assert second[2:6] == ["20", "torch.compile", "2.50", ""]
 
 
-def test_an_update_without_a_goal_is_in_the_tables(tmp_path: Path) -> None:
+def test_a_later_benchmark_replaces_only_what_it_measured(tmp_path: Path) -> None:
+    results = json.loads(results_of(tmp_path, [MODEL, WIDE], PEERS_OF_PLOT).read_text())
+    results["machine"], results["versions"] = "a CPU", {}
+    before = speed_table.merge({}, results)
+    results["times"], results["date"] = {MODEL: results["times"][MODEL]}, "later"
+    after = speed_table.merge(before, results)
+    dates = {work: line["date"] for work, line in after["a CPU"]["works"].items()}
+    assert dates == {MODEL: "later", WIDE: before["a CPU"]["works"][WIDE]["date"]}
+    other = speed_table.merge(after, results | {"machine": "another CPU"})
+    assert list(other) == ["a CPU", "another CPU"]
+    assert list(other["another CPU"]["works"]) == [MODEL]
+
+
+def test_an_update_is_compared_with_the_loop_in_c(tmp_path: Path) -> None:
     results = json.loads(results_of(tmp_path, [UPDATE], {LOWERED: 4.0, C: 1.0}).read_text())
-    results["versions"] = dict.fromkeys(speed_table.SHOWN, "1.0")
-    (row,) = rows_of("\n".join(speed_table.long(results)), "torch.compile")
-    assert row == [UPDATE, "40 ms", "", "", "", "", "10 ms", "4.00", C]
+    results["machine"], results["versions"] = "a CPU", {}
+    (row,) = rows_of("\n".join(speed_table.long(speed_table.merge({}, results))), "fastest peer")
+    assert row[2:5] == ["40", C, "4.00"]
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_measurements() -> None:
+    measured = json.loads(speed_table.MEASURED.read_text(encoding="utf-8"))
+    for path, of in ((speed_table.README, speed_table.short), (speed_table.PAGE, speed_table.long)):
+        text = path.read_text(encoding="utf-8")
+        table = text.split(speed_table.BEGIN)[1].split(speed_table.END)[0].strip()
+        assert table == "\n".join(of(measured))
+
+
+def test_products_have_a_speed() -> None:
+    found = machine.product_speeds(64, rounds=1)
+    assert list(found) == ["A·B", "A·Bᵀ", "Aᵀ·B"]
+    assert all(speed > 0 for speeds in found.values() for speed in speeds.values())
+    assert machine.cpu().count(",") >= 2
 
 
 # ------------------------------------------------------------------------------------------ parts

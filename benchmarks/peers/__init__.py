@@ -30,6 +30,9 @@ C = "loop in C"
 
 COMPILERS = ("cc", "gcc", "clang")
 
+_IN_JAX = ("bert", "mobilenet", "gpt2", "bert in training mode", "gpt2 in training mode")
+"""The networks of `benchmarks.exported` that are written in JAX."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -60,6 +63,7 @@ class Peer:
         training: Whether it supports training steps.
         update: Whether it supports updates alone.
         exported: Whether it supports training steps of exporters' files.
+        networks: The networks that exporters' files may have; all if none are listed.
         optimizers: The optimizers that it supports.
         start: Whether its start-up time and memory are measured.
     """
@@ -72,6 +76,7 @@ class Peer:
     training: bool = True
     update: bool = True
     exported: bool = True
+    networks: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     start: bool = False
 
@@ -83,7 +88,9 @@ class Peer:
     def does(self, network: str, optimizer: str, exported: bool = False) -> bool:
         """Returns whether it supports a task, if its requirements are installed."""
         kind = self.update if network == UPDATE else self.training
-        return kind and optimizer in self.optimizers and (self.exported or not exported)
+        if exported:
+            kind = kind and self.exported and (not self.networks or network in self.networks)
+        return kind and optimizer in self.optimizers
 
     def missing(self) -> str:
         """Returns which requirement is missing; empty if none."""
@@ -112,7 +119,7 @@ class Peer:
 
 PEERS: Mapping[str, Peer] = {
     LOWERED: Peer("with_ortops", {"kernels": "onnx"}, "ortops", start=True),
-    COMPILED: Peer("with_ortops", {"kernels": "compiled"}, "llvmlite", exported=False, start=True),
+    COMPILED: Peer("with_ortops", {"kernels": "compiled"}, "llvmlite", start=True),
     PYTHON: Peer("with_ortops", {"kernels": "python"}, "ortops", exported=False),
     RUN_STEPS: Peer(
         "with_ortops",
@@ -131,7 +138,13 @@ PEERS: Mapping[str, Peer] = {
     "torch.compile": Peer(
         "with_torch", {"compiled": True}, "torch", ("g++", "clang++"), update=False
     ),
-    "JAX": Peer("with_jax", package="jax", optimizers=("Adam", "Momentum"), start=True),
+    "JAX": Peer(
+        "with_jax",
+        package="jax",
+        networks=_IN_JAX,
+        optimizers=("Adam", "Momentum"),
+        start=True,
+    ),
     "numpy": Peer("with_numpy", package="numpy", training=False),
     C: Peer("with_c", compilers=COMPILERS, training=False, optimizers=("Adam",)),
 }

@@ -43,7 +43,7 @@ def _training(task: Task, optimizer: str) -> Step:
         "bert": partial(_bert, heads=12),
         "mobilenet": _mobilenet,
         "gpt2": partial(_gpt2, heads=8),
-    }[task.network]
+    }[task.network.removesuffix(" in training mode")]
 
     def loss_of(
         weights: Weights, statistics: Weights, samples: jax.Array, labels: jax.Array

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ortops
+from benchmarks import exported
 from benchmarks.peers import Step
 from benchmarks.task import OPTIMIZERS, THREADS, UPDATE, Task
 from ortops import TrainingSession
@@ -25,7 +26,7 @@ def trainable(task: Task, optimizer: str) -> Path | onnx.ModelProto:
         return task.trainable(optimizer)
     return ortops.build_training_model(
         task.file(),
-        loss=ortops.losses.SoftmaxCrossEntropy(axis=-1),
+        loss=ortops.losses.SoftmaxCrossEntropy(axis=exported.NETWORKS[task.network].axis),
         optimizer=getattr(ortops.optimizers, optimizer)(**OPTIMIZERS[optimizer]),
     )
 

@@ -27,9 +27,11 @@ def make(task: Task, optimizer: str, *, compiled: bool = False) -> Step:
 
 
 def _training(task: Task, optimizer: str, compiled: bool) -> Step:
+    axis = -1
     if task.exported:
         from benchmarks import exported
 
+        axis = exported.NETWORKS[task.network].axis
         network = exported.module(task.network, task.weights())
     else:
         network = module(task.network, task.weights(), heads=task.heads).train()
@@ -37,7 +39,7 @@ def _training(task: Task, optimizer: str, compiled: bool) -> Step:
     batches = itertools.cycle(task.batches())
 
     def loss_of(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = network(samples).flatten(0, -2)
+        logits = network(samples).movedim(axis, -1).flatten(0, -2)
         return torch.nn.functional.cross_entropy(logits, labels.flatten())
 
     if compiled:
