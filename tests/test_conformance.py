@@ -17,6 +17,7 @@ import optimizer_oracle
 import pytest
 from onnx.backend.base import Backend
 from onnx.reference import ReferenceEvaluator
+from packaging.version import Version
 
 import ortops.backend
 import ortops.reference
@@ -198,16 +199,21 @@ def test_the_network_agrees_with_torch() -> None:
 # --------------------------------------------------------------------------------- on backends
 
 
+# Before 1.23, ReferenceEvaluator has no Scan whose body reads tensors of the graph around it.
+SCAN = [] if Version(onnx.__version__) >= Version("1.23") else ["test_gradient_scan"]
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_reference_passes(group: str) -> None:
-    results = list(run(CompleteReference, of_group(group), cases()))
+    chosen = [case for case in of_group(group) if case.name not in SCAN]
+    results = list(run(CompleteReference, chosen, cases()))
     assert {r.case.name: r.message for r in results if r.status != "passed"} == {}
 
 
 def test_the_evaluator_of_onnx_passes_with_the_operators() -> None:
     """But for nodes in functions of the model, to which it does not pass new operators on."""
     names = {*failed(NewOps, [*of_group("adam"), *of_group("gradient")])}
-    assert names <= {"test_adam_in_function", "test_gradient_in_function"}
+    assert names <= {"test_adam_in_function", "test_gradient_in_function", *SCAN}
     assert failed(NewOps, [*of_group("adagrad"), *of_group("momentum")]) == {}
 
 
@@ -433,6 +439,8 @@ def test_files_hold_what_the_cases_are(tmp_path: Path) -> None:
 def test_the_runner_of_onnx_runs_the_files(tmp_path: Path) -> None:
     write(cases(), tmp_path / "training")
     tests = FolderTest(CompleteReference, tmp_path / "training", __name__).exclude("_cuda")
+    for name in SCAN:
+        tests.exclude(f"{name}_cpu")
     result = unittest.TestResult()
     tests.test_suite.run(result)
     assert result.testsRun == 2 * len(CASES)  # with those of CUDA, which are skipped

@@ -16,7 +16,7 @@ from onnx.reference import ReferenceEvaluator
 
 from ortops.conformance.case import Array
 
-__all__ = ["OnnxRuntime", "Reference", "Simplified", "Tinygrad"]
+__all__ = ["OnnxRuntime", "Reference", "Tinygrad"]
 
 
 class _Rep(BackendRep):
@@ -64,18 +64,8 @@ class OnnxRuntime(Backend):
         return _Rep(model, lambda feeds: session.run(None, feeds))
 
 
-class Simplified(Backend):
-    """onnxsim, and onnxruntime for what it returns: whether it keeps nodes of the domain."""
-
-    @classmethod
-    def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> BackendRep:
-        """Returns the simplified model in a session of onnxruntime."""
-        simplified, _ = importlib.import_module("onnxsim").simplify(model)
-        return OnnxRuntime.prepare(simplified)
-
-
 class Tinygrad(Backend):
-    """tinygrad's front end for ONNX."""
+    """tinygrad's front end for ONNX. On the CPU, tinygrad needs clang."""
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> BackendRep:

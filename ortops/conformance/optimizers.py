@@ -23,6 +23,13 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     "Momentum": {"alpha": 0.75, "beta": 0.5, "mode": "standard", "norm_coefficient": 0.0},
 }
 
+_EXACT: dict[str, dict[str, Any]] = {
+    "Adagrad": {"epsilon": 2.0**-20},
+    "Adam": {"alpha": 0.75, "beta": 0.5, "epsilon": 2.0**-20},
+    "Momentum": {},
+}
+"""Attributes that float32 holds exactly, so that float64 results do not depend on its rounding."""
+
 _WHOLE = {
     "Adagrad": "X_new = X - r * G_regularized / H_adaptive;",
     "Adam": "X_new = X - R_adjusted * V_new / H_sqrt",
@@ -143,6 +150,8 @@ def _case(
     if np.dtype(dtype) == np.float64 and np.dtype(rate_dtype) == np.float64:
         options.setdefault("rtol", 1e-12)
         options.setdefault("atol", 1e-14)
+    elif op_type == "Adam":  # 1 - beta is small, and beta is rounded
+        options.setdefault("rtol", 1e-4)
     cites = [Citation(op_type, text) for text in texts]  # type: ignore[arg-type]
     return Case(f"test_{name}", model, cites, [Run(inputs, outputs)], **options)
 
@@ -152,6 +161,7 @@ def _of_each(op_type: str) -> Iterator[Case]:
     name = op_type.lower()
     whole, floats = _WHOLE[op_type], _FLOATS[op_type]
     double: dict[str, Any] = {"dtype": np.float64, "rate_dtype": np.float64}
+    double["attributes"] = _EXACT[op_type]
     yield _case(f"{name}_first_update", op_type, whole, t=0)
     yield _case(f"{name}_second_update", op_type, whole, t=1)
     yield _case(f"{name}_many_updates", op_type, whole, t=100_000)
@@ -163,6 +173,7 @@ def _of_each(op_type: str) -> Iterator[Case]:
         op_type,
         floats,
         dtype=np.float64,
+        attributes=_EXACT[op_type],
         proposal=_PRECISION,
         rtol=1e-12,
         atol=1e-14,
@@ -180,7 +191,7 @@ def _of_each(op_type: str) -> Iterator[Case]:
     yield _case(f"{name}_empty", op_type, several, shapes=[(0, 3), (2,)])
     yield _case(f"{name}_dynamic_shape", op_type, whole, declared=["rows", "columns"])
     yield _case(f"{name}_zero_rate", op_type, whole, rate=0.0)
-    yield _case(f"{name}_large", op_type, whole, scale=1e15, rtol=1e-5)
+    yield _case(f"{name}_large", op_type, whole, scale=1e15)
     yield from _exact_attributes(op_type)
     yield from _subnormal(op_type)
 

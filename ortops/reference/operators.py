@@ -37,13 +37,15 @@ Rule: TypeAlias = Callable[..., Traced]
 """Takes inputs in ONNX's order (None where absent), and attributes by name."""
 
 MOVING = {
-    *("DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity"),
-    *("Reshape", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
+    *("Compress", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND"),
+    *("Identity", "Reshape", "ReverseSequence", "Slice", "SpaceToDepth", "Split", "Squeeze"),
+    *("Tile", "Transpose", "Unsqueeze"),
 }
 """Operators whose outputs are elements of the first input."""
 
 CONSTANT = {
-    *("And", "ArgMax", "ArgMin", "Ceil", "ConstantOfShape", "Equal", "EyeLike", "Floor", "Greater"),
+    *("And", "ArgMax", "ArgMin", "Ceil", "ConstantOfShape", "Equal", "EyeLike"),
+    *("Floor", "Greater"),
     *("GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "NonZero", "Not", "Or", "Round"),
     *("Shape", "Sign", "Size", "Xor"),
 }
@@ -208,9 +210,11 @@ def _cast(x: Traced, *, to: int, **_: Any) -> Traced:
 # --------------------------------------------------------------------------------------- reducing
 
 
-def _axes(x: Traced, axes: Traced | None, empty: int | None) -> list[int]:
-    if axes is not None and axes.value.size:
-        return [int(axis) % x.value.ndim for axis in axes.value.ravel()]
+def _axes(x: Traced, axes: Traced | Sequence[int] | None, empty: int | None) -> list[int]:
+    """Returns the axes to reduce, from an input or, before opset 18, an attribute."""
+    given = axes.value.ravel().tolist() if isinstance(axes, Traced) else axes
+    if given:
+        return [int(axis) % x.value.ndim for axis in given]
     return [] if empty else list(range(x.value.ndim))
 
 
@@ -219,7 +223,7 @@ def _reduction(inner: Callable[[Traced, list[int]], Traced]) -> Rule:
 
     def reduce(
         x: Traced,
-        axes: Traced | None = None,
+        axes: Traced | Sequence[int] | None = None,
         *,
         keepdims: int = 1,
         noop_with_empty_axes: int = 0,
@@ -237,7 +241,8 @@ def _in_rows(x: Traced, axes: list[int]) -> tuple[Traced, list[int]]:
     rest = [axis for axis in range(x.value.ndim) if axis not in axes]
     index = np.arange(x.value.size).reshape(x.shape).transpose([*rest, *axes])
     kept = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
-    return take(x, index.reshape(*(x.shape[axis] for axis in rest), -1)), kept
+    width = math.prod(x.shape[axis] for axis in axes)
+    return take(x, index.reshape(*(x.shape[axis] for axis in rest), width)), kept
 
 
 def _extreme(best: Callable[..., Array]) -> Callable[[Traced, list[int]], Traced]:
