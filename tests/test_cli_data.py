@@ -19,11 +19,11 @@ import pytest
 
 from ortops import FeedError, OrtopsError
 from ortops.cli import main
-from ortops.cli.archive import read_arrays
 from ortops.cli.data import Wanted, read_data, select
 from ortops.data import images as images_module
 from ortops.data.images import Images
 from ortops.data.opening import open_regular
+from ortops.graph.files.archive import read_arrays
 from ortops.graph.limits import LIMITS
 
 posix = pytest.mark.skipif(os.name == "nt", reason="pipes and links are POSIX's")
@@ -83,6 +83,11 @@ def write_zip(path: str, members: dict[str, bytes], method: int = zipfile.ZIP_DE
             archive.writestr(name, content)
 
 
+def x_of_archive() -> Any:
+    with open_regular("data.npz") as stream:
+        return read_arrays(stream, "data 'data.npz'", ["x"])["x"]
+
+
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
 
 
@@ -105,7 +110,7 @@ ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_arrays_of_numbers_are_read(array: Any, save: Callable[..., None]) -> None:
     save("data.npz", x=array, other=np.array(["not", "read"]))
-    found = read_arrays("data.npz", ["x"])["x"]
+    found = x_of_archive()
     assert found.dtype == array.dtype.newbyteorder("=")
     assert found.dtype.isnative
     np.testing.assert_array_equal(found, array)
@@ -113,7 +118,7 @@ def test_arrays_of_numbers_are_read(array: Any, save: Callable[..., None]) -> No
 
 def test_truth_values_have_one_byte_each_way() -> None:
     write_zip("data.npz", {"x.npy": member(np.array([0, 1, 2, 255], np.uint8), descr="|b1")})
-    found = read_arrays("data.npz", ["x"])["x"]
+    found = x_of_archive()
     assert found.view(np.uint8).tolist() == [0, 1, 1, 1]
 
 
@@ -210,7 +215,7 @@ def test_random_harm_to_an_archive_is_never_more_than_refused() -> None:
         for at in rng.integers(0, len(whole), rng.integers(1, 4)):
             content[at] = rng.integers(256)
         Path("data.npz").write_bytes(content)
-        found = read_or_refused("data.npz", lambda: read_arrays("data.npz", ["x"])["x"])
+        found = read_or_refused("data.npz", x_of_archive)
         if found is not None:  # what was harmed is not looked at
             assert found.size == ROWS.size
 

@@ -63,6 +63,7 @@ WITHIN = {
     "graph.files": (
         *(
             "atomic",
+            "archive",
             "json_text",
             "json_fields",
             "json_metadata",
@@ -184,7 +185,7 @@ WITHIN = {
         "__init__",
     ),
     "cli": (
-        *("parser", "standard_streams", "calls", "configuration", "streams", "archive"),
+        *("parser", "standard_streams", "calls", "configuration", "streams"),
         *("data", "outputs"),
         *(
             "checking",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import ortops
 from models import mlp
 from ortops import ArgumentError, ModelError, OrtopsError, TrainingSession, UnsupportedError
 from ortops.cli import main
+from ortops.graph.limits import LIMITS
 from ortops.graph.safetensors import map_safetensors, read_safetensors, write_safetensors
 from ortops.weights import Names, Part, Place, load, match, save
 
@@ -479,8 +481,32 @@ def test_checkpoints_that_cannot_be_read(tmp_path: Path) -> None:
             with pytest.raises(ModelError, match=name):
                 match(model, tmp_path / name)
     np.savez(tmp_path / "x.npz", a=np.array([{}], dtype=object))
-    with pytest.raises(ModelError, match="allow_pickle=False"):
+    with pytest.raises(ModelError, match="Python objects, which are not unpickled"):
         match(model, tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize(
+    ("member", "content"),
+    [
+        ("a.npy", b"\x93NUMPY\x01\x00\x06\x00{'a': ("),  # Python's tokenizer does not end
+        ("a", b"no array"),
+        ("a.npy", b""),
+    ],
+)
+def test_archives_of_something_else(member: str, content: bytes, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr(member, content)
+    with pytest.raises(ModelError, match=r"file '.*x\.npz': array 'a' is corrupt"):
+        match(mlp.mlp((4, 2)), tmp_path / "x.npz")
+
+
+def test_an_archive_that_unpacks_to_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez_compressed(tmp_path / "x.npz", a=np.zeros(1_000_000, np.float32))
+    monkeypatch.setattr(LIMITS, "data_bytes", 3_999_999)
+    with pytest.raises(ModelError, match=r"would take 0\.004 GB of memory, more than the limit"):
+        match(mlp.mlp((4, 2)), tmp_path / "x.npz")
 
 
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,8 @@ def _is_triangles(rows: npt.NDArray[Any]) -> bool:
 
 
 def _float64(values: npt.NDArray[Any]) -> Array:
-    return np.asarray(values).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs, which stay NaN
+        return np.asarray(values).astype(np.float64)
 
 
 def _epsilon(values: npt.NDArray[Any]) -> float:

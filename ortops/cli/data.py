@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from ortops.cli.archive import check_size, read_arrays
 from ortops.cli.standard_streams import say, standard_input
 from ortops.data.images import EXTENSIONS, Decoder, Images, image_files, read_images
 from ortops.data.opening import open_regular
 from ortops.errors import FeedError, OrtopsError, did_you_mean
+from ortops.graph.files.archive import check_size, read_arrays
 from ortops.graph.files.json_text import read_json
 from ortops.numbers import cast_numbers
 from ortops.optional import optional_module
@@ -306,7 +306,8 @@ def _read_npz(path: str, inputs: Sequence[Wanted], columns: Sequence[str] | None
     chosen = _chosen(columns, inputs)
     stored = {one.name: ",".join(chosen.get(one.name, [one.name])) for one in inputs}
     texts = [stored[one.name] for one in inputs if one.dtype.kind == "O"]
-    arrays = read_arrays(path, list(dict.fromkeys(stored.values())), texts)
+    with open_regular(path) as stream:
+        arrays = read_arrays(stream, f"data '{path}'", list(dict.fromkeys(stored.values())), texts)
     return DataFile({name: arrays[other] for name, other in stored.items()})
 
 

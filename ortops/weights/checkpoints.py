@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,7 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from ortops.errors import ArgumentError, ModelError, OrtopsError
+from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError
+from ortops.graph.files.archive import read_arrays
 from ortops.graph.files.atomic import remedy
 from ortops.graph.files.json_text import read_json
 from ortops.graph.safetensors import map_safetensors
@@ -59,14 +59,16 @@ def read_checkpoint(source: Checkpoint, what: str = "checkpoint") -> dict[str, A
         if path.suffix == ".safetensors":
             return map_safetensors(path)
         if path.suffix == ".npz":
-            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays}
+            with path.open("rb") as stream:
+                return read_arrays(stream, f"file '{path}'")
         if path.suffix in _TORCH:
             return _of_torch(path)
     except OSError as error:
         words = remedy(error, "pass the path of a checkpoint")
         raise ModelError(f"file '{path}': {error.strerror or error}; {words}") from error
-    except (ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
+    except FeedError as error:
+        raise ModelError(str(error)) from error
+    except (ValueError, EOFError, KeyError) as error:
         if isinstance(error, OrtopsError):
             raise
         raise ModelError(f"file '{path}': not a checkpoint ({error!s:.200})") from error

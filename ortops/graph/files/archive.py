@@ -1,7 +1,6 @@
-"""Reads untrusted data files, and arrays in ``.npz`` files.
+"""Reads arrays in ``.npz`` files that are not trusted.
 
-Sizes are checked before memory is allocated, only regular files are opened, and only the requested
-arrays of an ``.npz`` file are read.
+Sizes are checked before memory is allocated, and only the requested arrays are read.
 """
 
 from __future__ import annotations
@@ -9,12 +8,11 @@ from __future__ import annotations
 import math
 import zipfile
 from collections.abc import Collection, Sequence
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ortops.data.opening import open_regular
 from ortops.errors import FeedError, did_you_mean
 from ortops.graph.limits import LIMITS
 
@@ -47,12 +45,15 @@ def check_size(what: str, size: int) -> None:
         )
 
 
-def read_arrays(path: str, names: Sequence[str], texts: Collection[str] = ()) -> dict[str, Array]:
+def read_arrays(
+    stream: BinaryIO, where: str, names: Sequence[str] | None = None, texts: Collection[str] = ()
+) -> dict[str, Array]:
     """Reads arrays from an ``.npz`` file.
 
     Args:
-        path: The file.
-        names: The arrays to read.
+        stream: The file.
+        where: What messages call it, as ``data 'train.npz'``.
+        names: The arrays to read; all by default.
         texts: Those that may be of strings; the others are of numbers.
 
     Returns:
@@ -63,37 +64,31 @@ def read_arrays(path: str, names: Sequence[str], texts: Collection[str] = ()) ->
             numeric, or too large.
         OSError: If the file cannot be read.
     """
-    with open_regular(path) as stream:
-        try:
-            archive = zipfile.ZipFile(stream)
-        except Exception as error:  # a corrupt archive may raise anything
-            _pass_on(error)
-            raise FeedError(
-                f"data '{path}' is not an .npz file ({_why(error)}); write it with numpy.savez"
-            ) from error
-        with archive:
-            members: dict[str, zipfile.ZipInfo] = {}
-            for member in archive.infolist():
-                name = member.filename.removesuffix(_SUFFIX)
-                if name in members:
-                    raise FeedError(
-                        f"data '{path}' has two arrays named '{name}'; write it again with "
-                        "numpy.savez"
-                    )
-                members[name] = member
-            for name in names:
-                if name not in members:
-                    raise FeedError(
-                        f"data '{path}' has no array '{name}'; {did_you_mean(name, members)}"
-                    )
-            wanted = {name: members[name] for name in names}
-            check_size(f"data '{path}'", sum(member.file_size for member in wanted.values()))
-            return {
-                name: _array(
-                    archive, member, f"data '{path}': array '{name}'", is_text=name in texts
+    try:
+        archive = zipfile.ZipFile(stream)
+    except Exception as error:  # a corrupt archive may raise anything
+        _pass_on(error)
+        raise FeedError(
+            f"{where} is not an .npz file ({_why(error)}); write it with numpy.savez"
+        ) from error
+    with archive:
+        members: dict[str, zipfile.ZipInfo] = {}
+        for member in archive.infolist():
+            name = member.filename.removesuffix(_SUFFIX)
+            if name in members:
+                raise FeedError(
+                    f"{where} has two arrays named '{name}'; write it again with numpy.savez"
                 )
-                for name, member in wanted.items()
-            }
+            members[name] = member
+        for name in names or ():
+            if name not in members:
+                raise FeedError(f"{where} has no array '{name}'; {did_you_mean(name, members)}")
+        wanted = {name: members[name] for name in (members if names is None else names)}
+        check_size(where, sum(member.file_size for member in wanted.values()))
+        return {
+            name: _array(archive, member, f"{where}: array '{name}'", is_text=name in texts)
+            for name, member in wanted.items()
+        }
 
 
 def _array(
