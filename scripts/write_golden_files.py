@@ -333,6 +333,30 @@ FEATURES = {
         predicted=["energy"],
     ),
 }
+LATER = {
+    "schedule_free": classified(linear, optimizer=o.ScheduleFreeAdamW(0.05)),
+    "prodigy": classified(linear, optimizer=o.Prodigy()),
+    "adam8bit": classified(linear, optimizer=o.Adam8bit(0.05, min_8bit_size=1)),
+    "adam_after_correction": classified(
+        linear, optimizer=o.Adam(0.05, epsilon_after_correction=True)
+    ),
+    "part_trained": classified(optimizer=o.Adam(0.05), trainable=["w1"]),
+    "smoothed_weighted": classified(
+        linear,
+        loss=losses.SoftmaxCrossEntropy(label_smoothing=0.1, weights=[1.0, 2.0, 0.5]),
+        optimizer=o.Adam(0.05),
+    ),
+    "quantile": Case(
+        lambda: layers(5),
+        lambda seed: {
+            "x": with_targets(5, 4, seed)["x"],
+            "targets": with_targets(5, 4, seed)["targets"][:, 0],
+        },
+        {"loss": losses.Quantile(quantiles=[0.1, 0.25, 0.5, 0.9]), "optimizer": o.SGD(0.05)},
+    ),
+}
+"""What there is since the first files."""
+
 ADAPTERS = {
     "trainable_float": adapted(layers),
     "trainable_int4_matmul_nbits": adapted(lambda: quantized("matmul_nbits")),
@@ -758,6 +782,7 @@ PARTS: dict[str, Callable[[Path], None]] = {
     "schedules": functools.partial(write_trainable, cases=SCHEDULED),
     "features": functools.partial(write_trainable, cases=FEATURES),
     "exact": functools.partial(write_trainable, cases=EXACT),
+    "later": functools.partial(write_trainable, cases=LATER),
     "resume": write_resumed,
     "command_line": write_command_line,
     "lora": write_lora,

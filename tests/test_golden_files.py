@@ -198,6 +198,8 @@ def test_there_are_files_of_every_kind() -> None:
     first = {golden.name for golden in TRAINABLE if golden.archive.parent.name == "dc6af4e"}
     assert first >= {"adam", "lion", "muon", "own_rule", "one_cycle", "dropout_batch_normalization"}
     assert first >= {"two_losses", "lifted_weights", "external_data", "from_opset_11", "float16"}
+    later = {golden.name for golden in TRAINABLE if golden.archive.stem == "later"}
+    assert later >= {"adam8bit", "prodigy", "quantile", "schedule_free", "smoothed_weighted"}
     for kind in (RESUMED, COMMANDS, ADAPTERS, EXPORTED, STEP_GRAPHS):
         assert kind
 
