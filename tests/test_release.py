@@ -108,3 +108,26 @@ def test_the_site_has_every_page() -> None:
     assert {"Concepts": "concepts.md"} in start["Start here"]
     with pytest.raises(SystemExit, match=r"do not list unlisted\.md"):
         pages.navigation(index, {*present, "unlisted.md"})
+
+
+def test_public_names_and_signatures_are_those_of_the_snapshot() -> None:
+    """The command writes what is new; what is gone or changed needs a line in CHANGELOG.md."""
+    public = script("public_api")
+    changes = public.differences()
+    assert not changes, "\n".join(
+        ["the public API has changed; if that is meant, run", f"    {public.COMMAND}", *changes]
+    )
+
+
+def test_a_changed_signature_differs_from_the_snapshot() -> None:
+    public = script("public_api")
+
+    def function(a, b=1, *rest, c, d=(2, "x"), e=print, **more):  # type: ignore[no-untyped-def]
+        pass
+
+    assert public._signature(function) == (
+        "(a, b=1, *rest, c, d=(2, 'x'), e=<builtin_function_or_method>, **more)"
+    )
+    lines = public.sections()["ortops"]
+    assert "ortops.lower(model, *, target=None)" in lines
+    assert "ortops.ModelError: an exception, OrtopsError, ValueError" in lines

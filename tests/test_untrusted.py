@@ -31,9 +31,6 @@ EXCEPTIONS = {
     ("conformance/report.py", "import xml.etree"): "writes a report of JUnit, and reads no XML",
     ("weights/checkpoints.py", "import pickle"): "the class of an error of torch.load",
     ("functions/pytensor_op.py", "import pickle"): "the class of an error that is raised",
-    ("execution/compilation.py", "exec"): "text that ortops/execution/translation.py writes from "
-    "operators and numbers, never from names or text of a file; kernels='compiled' only",
-    ("execution/compilation.py", "compile"): "the same text",
 }
 
 
