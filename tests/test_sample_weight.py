@@ -50,6 +50,20 @@ def words(rng: np.random.Generator) -> dict[str, Array]:
     }
 
 
+def boxes(rng: np.random.Generator) -> dict[str, Array]:
+    """Boxes, a third of which has no area."""
+    drawn = rng.uniform(1, 2, (6, 3, 4)) * np.array([-1, -1, 1, 1])
+    drawn.reshape(-1, 4)[::3] = 0
+    return {"targets": drawn}
+
+
+def objects(rng: np.random.Generator) -> dict[str, Array]:
+    """A class, and the center and sizes of a box."""
+    drawn = np.zeros((6, 2, 5))
+    drawn[:, 0] = np.c_[rng.integers(0, 2, 6), rng.uniform(0.5, 1.5, (6, 2)), np.full((6, 2), 1.9)]
+    return {"targets": drawn}
+
+
 def none(*_: Any) -> None:
     """Stands for PyTorch's form, which is not needed."""
 
@@ -94,6 +108,21 @@ FURTHER = [
         "Distillation",
         losses.Distillation(alpha=0.5),
         *(none, {"y": (6, 5)}, taught),
+    ),
+    Case("GIoU", losses.GIoU(), none, {"y": (6, 3, 4)}, boxes),
+    Case("CIoU, sum", losses.CIoU(reduction="sum"), none, {"y": (6, 3, 4)}, boxes),
+    Case(
+        "distributions",
+        losses.DistributionFocal(),
+        *(none, {"y": (6, 3, 5)}, lambda rng: {"targets": rng.uniform(0, 4, (6, 3))}),
+    ),
+    *(
+        Case(
+            f"detection {reduction}",
+            losses.TaskAligned(strides=[1, 2], reduction=reduction),
+            *(none, {"y": (6, 6, 5)}, objects),
+        )
+        for reduction in ("mean", "sum")
     ),
 ]
 
