@@ -96,8 +96,8 @@ OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("jaccard", "meaniou"), "iou"),
     **dict.fromkeys(("ppl",), "perplexity"),
     **dict.fromkeys(("map", "cocomap", "map5095"), "mean_average_precision"),
-    "map50": "use MeanAveragePrecision(iou_thresholds=[0.5]), or at(0.5) of a "
-    "MeanAveragePrecision()",
+    "map50": "use 'mean_average_precision' with other thresholds: "
+    "MeanAveragePrecision(iou_thresholds=[0.5])",
     **dict.fromkeys(("cer", "levenshtein"), "use 'edit_distance'"),
 }
 """What other libraries call metrics, as in `ortops.losses.OTHER_NAMES`."""
