@@ -261,7 +261,7 @@ def test_other_files_and_filtered_datasets(tmp_path: Path) -> None:
     from pyarrow import dataset
 
     for given in ("rows.csv", "rows"):
-        with pytest.raises(FeedError, match=r"unsupported file format; give a \.parquet"):
+        with pytest.raises(FeedError, match=r"of files, only \.parquet, \.arrow and"):
             session().fit(given, progress=False)
     data = written(arrays(), "dataset", tmp_path)
     with pytest.raises(OrtopsError, match="filter"):

@@ -69,8 +69,9 @@ def open_arrow(data: Any) -> ArrowRows:
     suffix = Path(name).suffix.lower() if isinstance(data, str | os.PathLike) else ""
     if suffix not in ("", ".parquet", *ARROW) or (not suffix and name == data):
         raise FeedError(
-            f"{where}: unsupported file format; give a .parquet, .arrow or .feather file, a "
-            "dataset of pyarrow, or ortops.data.image_folder for a folder of images"
+            f"data must be arrays by name or an iterable of batches, got {type(data).__name__} "
+            f"{name!r:.80}; of files, only .parquet, .arrow and .feather are read; for a folder of "
+            "images, give ortops.data.image_folder(…)"
         )
     arrow = optional_module(where, "pyarrow", "tables")
     datasets = optional_module(where, "pyarrow.dataset", "tables")
