@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from training_models import assert_same_arrays
+from training_models import assert_same_arrays, normalizing
 
 import ortops
 from models.gan import gan
@@ -647,6 +647,32 @@ def test_metrics_of_training_of_an_entry() -> None:
     other.fit(data, entry="main", **FIT)
     other.fit(data, entries={"second": 1, "main": 1}, **FIT)
     assert_same_arrays(dict(session.state), dict(other.state))
+
+
+@pytest.mark.parametrize("entry", ["main", "other"])
+def test_each_entry_has_outputs_in_training_mode_of_its_own(entry: str) -> None:
+    """Its metrics of training are those of a file without the other entry."""
+    rng = np.random.default_rng(0)
+    data = {
+        "x": rng.normal(size=(12, 1, 4, 4)).astype(np.float32),
+        "labels": rng.integers(0, 3, 12),
+    }
+    trained = {"main": ["conv.w"], "other": ["bn.scale", "bn.bias"]}
+    settings: dict[str, Any] = {"loss": "SoftmaxCrossEntropy", "optimizer": "Adam"}
+    both = ortops.build_training_model(normalizing(), trainable=trained["main"], **settings)
+    both = ortops.add_training(both, trainable=trained["other"], name="other", **settings)
+    alone = ortops.build_training_model(normalizing(), trainable=trained[entry], **settings)
+    given: dict[str, Any] = {
+        "metrics": ["accuracy"],
+        "train_metrics": True,
+        "epochs": 2,
+        "batch_size": 5,
+        "progress": False,
+    }
+    found = TrainingSession(both).fit(data, entry=entry, **given)
+    expected = TrainingSession(alone).fit(data, **given)
+    assert found.columns["accuracy"] == expected.columns["accuracy"]
+    assert found.columns["loss"] == pytest.approx(expected.columns["loss"], rel=1e-5)
 
 
 def test_schedules_whose_length_fit_sets() -> None:

@@ -251,11 +251,13 @@ class LoadedModel:
         return [self.in_training_mode(name) for name in recompute]
 
     def in_training_mode(self, name: str) -> str:
-        """Returns the name of a tensor in a step: of its copy in training mode, if it has one."""
-        nodes = (node for info in self.proto.training_info for node in info.algorithm.node)
-        produced = {name for node in nodes for name in node.output}
-        noted = (each.training_copies.items() for each in self._metadata)
-        copies = {source: copied for pairs in noted for copied, source in pairs}
+        """Returns the name of a tensor in a step: of its copy in training mode, if it has one.
+
+        Each entry has copies of its own; here, those of the first one count.
+        """
+        algorithm = self.proto.training_info[self.entries[0]].algorithm
+        produced = {name for node in algorithm.node for name in node.output}
+        copies = {source: copied for copied, source in self.metadata.training_copies.items()}
         # `copy_in_training_mode` appends "_training" to the name of a tensor.
         found = copies.get(name, f"{name}_training")
         return found if found in produced else name
