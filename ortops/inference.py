@@ -294,6 +294,7 @@ def open_lowered(
     model: onnx.ModelProto,
     sess_options: onnxruntime.SessionOptions | None,
     providers: Sequence[Any],
+    disabled: Sequence[str] = (),
 ) -> InferenceSession:
     """Opens a session for a model that ortops has lowered, without checking it again.
 
@@ -301,13 +302,14 @@ def open_lowered(
         model: The model, smaller than 2 GB, without nodes of the training domain.
         sess_options: As for onnxruntime.
         providers: As for onnxruntime.
+        disabled: onnxruntime's optimizers that must not run on it.
 
     Raises:
         UnsupportedError: If onnxruntime cannot load the model.
     """
     session = InferenceSession.__new__(InferenceSession)
     session._kernel_nodes, session._kernels_on_other_threads = {}, False
-    disabled = disabled_optimizers(model)
+    disabled = [*disabled, *disabled_optimizers(model)]
     more: dict[str, Any] = {"disabled_optimizers": disabled} if disabled else {}
     more["enable_fallback"] = 0  # onnxruntime would print an error, and use the CPU
     session._open(_message(model), sess_options, None, {}, providers, None, **more)

@@ -211,6 +211,7 @@ WITHIN = {
             "sizes",
             "split",
             "translation",
+            "overwriting",
             "packed",
             "repetition",
         ),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 
@@ -16,9 +18,10 @@ from models.lenet import lenet
 from models.resnet import resnet
 from ortops import TrainingSession, build_training_model, optimizers
 from ortops.errors import ArgumentError, UnsupportedError
-from ortops.execution import memory, onnxruntime_sessions
+from ortops.execution import binding, memory, onnxruntime_sessions
 from ortops.execution.memory import Device, DeviceArray, device_of, fetch, put
 from ortops.execution.onnxruntime_sessions import Sessions
+from ortops.execution.overwriting import copy_last
 from ortops.execution.providers import choose_providers
 from ortops.execution.settings import Settings
 from ortops.inference import InferenceSession
@@ -29,6 +32,9 @@ AZURE = ["AzureExecutionProvider", "CPUExecutionProvider"]
 
 ON_DEVICE = Settings(device=Device("cpu"))
 """What a device needs, in the only memory that every build has."""
+
+IN_PLACE = replace(ON_DEVICE, joined=0)
+"""The same for a model that is not small: updates overwrite variables, in a run of their own."""
 
 
 def images(rows: int) -> dict[str, np.ndarray]:
@@ -87,19 +93,26 @@ def by_name(session: TrainingSession) -> dict[str, np.ndarray]:
     return {name: session.state[name] for name in sorted(session.state)}
 
 
-def pair(model: onnx.ModelProto | Path) -> tuple[TrainingSession, TrainingSession]:
+@pytest.fixture(params=[ON_DEVICE, IN_PLACE], ids=["one run", "in place"])
+def on_device(request: pytest.FixtureRequest) -> Settings:
+    return request.param
+
+
+def pair(
+    model: onnx.ModelProto | Path, on_device: Settings
+) -> tuple[TrainingSession, TrainingSession]:
     """Returns sessions with variables in numpy's memory, and with such on a device."""
     return (
         TrainingSession(model, providers=AZURE),
-        TrainingSession(model, providers=AZURE, settings=ON_DEVICE),
+        TrainingSession(model, providers=AZURE, settings=on_device),
     )
 
 
 def test_steps_on_a_device_are_the_same(
-    work: tuple[onnx.ModelProto, dict[str, np.ndarray]], tmp_path: Path
+    work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings, tmp_path: Path
 ) -> None:
     model, batch = work
-    ours, device = pair(model)
+    ours, device = pair(model, on_device)
     assert all(
         isinstance(buffer, DeviceArray)
         for variable in device._execution.variables.values()
@@ -118,9 +131,11 @@ def test_steps_on_a_device_are_the_same(
         np.testing.assert_allclose(device.state[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-def test_both_halves_of_a_step(work: tuple[onnx.ModelProto, dict[str, np.ndarray]]) -> None:
+def test_both_halves_of_a_step(
+    work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
+) -> None:
     model, batch = work
-    ours, device = pair(model)
+    ours, device = pair(model, on_device)
     for _ in range(2):
         found, expected = device.gradients(batch), ours.gradients(batch)
         assert_same_arrays(dict(found), dict(expected))
@@ -130,16 +145,20 @@ def test_both_halves_of_a_step(work: tuple[onnx.ModelProto, dict[str, np.ndarray
     assert_same_arrays(device.step(batch), ours.step(batch))
 
 
-def test_several_steps_in_a_run(work: tuple[onnx.ModelProto, dict[str, np.ndarray]]) -> None:
+def test_several_steps_in_a_run(
+    work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
+) -> None:
     model, batch = work
-    ours, device = pair(model)
+    ours, device = pair(model, on_device)
     np.testing.assert_array_equal(device.run_steps([batch] * 5), ours.run_steps([batch] * 5))
     assert_same_arrays(by_name(device), by_name(ours))
 
 
-def test_state_is_set_and_reset(work: tuple[onnx.ModelProto, dict[str, np.ndarray]]) -> None:
+def test_state_is_set_and_reset(
+    work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
+) -> None:
     model, batch = work
-    ours, device = pair(model)
+    ours, device = pair(model, on_device)
     for session in (ours, device):
         session.step(batch)
         session.learning_rate = 0.25
@@ -156,10 +175,10 @@ def test_state_is_set_and_reset(work: tuple[onnx.ModelProto, dict[str, np.ndarra
 
 
 def test_a_step_moves_no_variable(
-    work: tuple[onnx.ModelProto, dict[str, np.ndarray]], moved: list[str]
+    work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings, moved: list[str]
 ) -> None:
     model, batch = work
-    session = TrainingSession(model, settings=ON_DEVICE)
+    session = TrainingSession(model, settings=on_device)
     session.step(batch)
     del moved[:]
     shown = session.step(batch, outputs=["loss"])
@@ -167,6 +186,40 @@ def test_a_step_moves_no_variable(
     assert moved == []
     assert session.state["learning_rate"] > 0
     assert moved == ["fetch"]
+
+
+def test_large_models_are_updated_in_place(
+    work: tuple[onnx.ModelProto, dict[str, np.ndarray]],
+) -> None:
+    model, _ = work
+    for settings, in_place in ((ON_DEVICE, False), (IN_PLACE, True)):
+        session = TrainingSession(model, providers=AZURE, settings=settings)
+        tensors = {
+            name: variable.buffers[0] is variable.buffers[1]
+            for name, variable in session._execution.variables.items()
+            if session.state[name].ndim
+        }
+        assert tensors.keys() >= session.parameters.keys()
+        assert set(tensors.values()) == {in_place}
+
+
+def test_what_may_be_overwritten() -> None:
+    """Not y: w is computed from its present value, and y from the present value of w."""
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]>
+        step (float[2] x, float[2] y, float[2] w, float[2] u, float[2] v, float rate, float[2] g)
+            => (float[2] x_new, float[2] y_new, float[2] w_new, float[2] both, float rate_new)
+        { d = Mul (g, rate)  x_new = Sub (x, d)
+          y_new = Sub (y, w)  w_new = Mul (w, y)
+          both = Add (u, x_new)  rate_new = Neg (rate) }"""
+    )
+    updates = {"x": "x_new", "y": "y_new", "w": "w_new", "u": "both", "v": "both"}
+    assert copy_last(model.graph, {**updates, "rate": "rate_new"}) == {"x"}
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    fed = {name: np.full(2, n, np.float32) for n, name in enumerate("gxywuv")}
+    found = session.run(None, {**fed, "rate": np.array(0.5, np.float32)})
+    expected = [1.0, -1.0, 6.0, 5.0, -0.5]  # in the order of the outputs
+    assert [float(array.flat[0]) for array in found] == expected
 
 
 def test_graphs_for_a_device_have_no_forms_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,10 +369,17 @@ def test_a_provider_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_providers(["CUDAExecutionProvider"])
 
 
-@pytest.mark.parametrize("name", ["OpenVINOExecutionProvider", "OpenVINOExecutionProvider.AUTO"])
+@pytest.mark.parametrize(
+    "name", ["OpenVINOExecutionProvider", "OpenVINOExecutionProvider.AUTO", "openvino"]
+)
 def test_openvino_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"'{name}' is not supported: its graphs cannot"):
-        TrainingSession(adam(), providers=[name, "CPUExecutionProvider"])
+    """Also as a device of its plugin, and before the plugin is registered."""
+    message = f"'{name}' is not supported: its graphs cannot"
+    for provider in (name, (name, {"precision": "FP32"}), SimpleNamespace(ep_name=name)):
+        with pytest.raises(UnsupportedError, match=message):
+            TrainingSession(adam(), providers=[provider, "CPUExecutionProvider"])
+    with pytest.raises(UnsupportedError, match=message):
+        ortops.Function(classifier(), providers=[name])
 
 
 @pytest.mark.needs("onnxruntime>=1.23")
@@ -403,7 +463,9 @@ def with_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("settings", [None, ON_DEVICE], ids=["here", "on the device"])
+@pytest.mark.parametrize(
+    "settings", [None, ON_DEVICE, IN_PLACE], ids=["here", "on the device", "in place"]
+)
 @pytest.mark.usefixtures("with_its_own_memory")
 def test_inputs_that_are_copied_when_they_are_bound(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]],
@@ -412,10 +474,9 @@ def test_inputs_that_are_copied_when_they_are_bound(
     model, batch = work
     cpu = TrainingSession(model)
     device = TrainingSession(model, providers=AZURE, settings=settings)
-    stale = TrainingSession(model, providers=AZURE, settings=settings)
-    (cache,) = stale._execution._caches
-    for cached in cache._general.bindings[0]:  # as if it were bound once
-        cached._moving = []
+    with pytest.MonkeyPatch.context() as patch:  # as if inputs were bound once
+        patch.setattr(binding, "inputs_elsewhere", lambda session, memories: [])
+        stale = TrainingSession(model, providers=AZURE, settings=settings)
     for _ in range(6):
         expected, found = cpu.step(batch), device.step(batch)
         wrong = stale.step(batch)
@@ -428,6 +489,37 @@ def test_inputs_that_are_copied_when_they_are_bound(
         assert stale.steps_done < 6
     assert_same_arrays(dict(device.gradients(batch)), dict(device.gradients(batch)))
     assert device.evaluate([batch])["loss"] == pytest.approx(cpu.evaluate([batch])["loss"], 1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings", [None, ON_DEVICE, IN_PLACE], ids=["here", "on the device", "in place"]
+)
+@pytest.mark.usefixtures("with_its_own_memory")
+def test_fit_on_a_device_with_memory_of_its_own(settings: Settings | None, tmp_path: Path) -> None:
+    """Accumulated gradients, averages, a search for anomalies, and a training in two parts."""
+    model = build_training_model(
+        classifier(dropout=0.5),
+        loss="SoftmaxCrossEntropy",
+        optimizer=optimizers.AdamW(ortops.schedules.cosine(0.01, steps=12)),
+        ema_decay=0.9,
+        clip_norm=0.5,
+    )
+    data = {name: np.concatenate([array] * 4)[:24] for name, array in labelled((6,)).items()}
+    more: dict[str, Any] = {"epochs": 3, "batch_size": 3, "accumulate": 2, "progress": False}
+    found = {}
+    for name, arguments in (("cpu", {}), ("device", {"providers": AZURE, "settings": settings})):
+        whole = TrainingSession(model, **arguments)
+        whole.fit(data, **more)
+        part = TrainingSession(model, **arguments)
+        part.fit(data, max_steps=5, **more)
+        part.save(tmp_path / f"{name}.onnx")
+        resumed = TrainingSession(tmp_path / f"{name}.onnx", **arguments)
+        resumed.fit(data, resume=True, detect_anomaly=True, **more)
+        assert_same_arrays(by_name(resumed), by_name(whole))
+        whole.fit(data, epochs=2, batch_size=6, detect_anomaly=True, progress=False)
+        found[name] = {**by_name(whole), **whole.evaluate(data, ema=True)}
+    for name, value in found["cpu"].items():
+        np.testing.assert_allclose(found["device"][name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("option", ["enableInt64", "enableGraphCapture"])

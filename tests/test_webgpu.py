@@ -23,6 +23,7 @@ from ortops import TrainingSession, build_training_model, optimizers, schedules
 from ortops.cli import main
 from ortops.errors import UnsupportedError
 from ortops.execution.memory import DeviceArray
+from ortops.execution.settings import Settings
 from tests.test_entries import rows, two_heads
 from tests.training_models import assert_same_arrays, classifier, labelled
 
@@ -181,6 +182,37 @@ def test_resume_is_exact(tmp_path: Path) -> None:
     device.reset()
     assert_same_arrays(dict(sorted(device.state.items())), dict(sorted(cpu.state.items())))
     assert_close(device.step(BATCH), cpu.step(BATCH))
+
+
+def test_large_models_are_updated_in_place(tmp_path: Path) -> None:
+    model = built(
+        classifier(dropout=0.5),
+        optimizer=optimizers.AdamW(schedules.cosine(0.05, steps=20)),
+        ema_decay=0.9,
+        clip_norm=0.5,
+    )
+    large = Settings(joined=0)  # as if all models were
+    device, cpu = (
+        TrainingSession(model, providers=["webgpu"], settings=large),
+        TrainingSession(model),
+    )
+    for name, variable in device._execution.variables.items():
+        first, second = variable.buffers
+        assert first is second or not device.state[name].ndim
+    for _ in range(5):
+        assert_close(device.step(BATCH), cpu.step(BATCH))
+    np.testing.assert_allclose(device.run_steps([BATCH] * 3), cpu.run_steps([BATCH] * 3), rtol=1e-5)
+    device.save(tmp_path / "device.onnx")
+    again = TrainingSession(tmp_path / "device.onnx", providers=["webgpu"], settings=large)
+    for session in (device, cpu, again):
+        session.fit([BATCH] * 4, epochs=2, accumulate=2, progress=False)
+        session.step(BATCH)
+    assert_same_arrays(dict(again.state), dict(device.state))
+    assert_close(device.state, cpu.state, 1e-4)
+    assert_close(device.evaluate([BATCH], ema=True), cpu.evaluate([BATCH], ema=True))
+    copies = {n: p for n, p in device.placement.items() if n.endswith(".overwritten")}
+    assert copies.keys() >= {"w1.overwritten", "w1.V.overwritten"}
+    assert set(copies.values()) == {"WebGpuExecutionProvider"}
 
 
 def test_state_is_set() -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnxruntime
 
-from ortops.execution.memory import Memory, fetch, ort_value, put
+from ortops.execution.memory import Device, DeviceArray, Memory, fetch, ort_value, put
 from ortops.execution.onnxruntime_sessions import errors_as_ours, inputs_elsewhere
 from ortops.inference import InferenceSession
 from ortops.numbers import Array
 
-__all__ = ["Binding"]
+__all__ = ["Binding", "overwriting"]
 
 
 _COPIED = 2**20  # the largest outputs, in bytes, that are copied from onnxruntime's memory
@@ -34,6 +35,7 @@ class Binding:
         rebound: Inputs that are bound before each run and released after it: variables that a
             caller may replace, and large feeds.
         passed: Outputs in onnxruntime's memory that are passed to the updates and released.
+        device: The device of the variables; None for numpy's memory.
     """
 
     session: InferenceSession | None
@@ -41,14 +43,15 @@ class Binding:
     written: Mapping[str, Memory]
     shown: Sequence[str]
     copies: Sequence[tuple[Memory, Memory]]
-    updates: Sequence[Callable[[Mapping[str, Array]], None]]
+    updates: Sequence[Callable[[Mapping[str, Any]], None]]
     interruptible: bool
     rebound: Collection[str]
     passed: Sequence[str]
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         """Determines which inputs are feeds, and which are bound before each run."""
-        self._given: Mapping[str, Array] = {}
+        self._given: dict[str, Memory] = {}
         inputs = [] if self.session is None else self.session.get_inputs()
         names = {value.name for value in inputs}
         self.rebound = names & set(self.rebound)
@@ -63,6 +66,7 @@ class Binding:
         feeds: Mapping[str, Memory],
         wanted: Sequence[str] | None,
         into: Mapping[str, Array] | None = None,
+        kept: Sequence[str] = (),
     ) -> dict[str, Array]:
         """Runs the gradient graph.
 
@@ -70,6 +74,8 @@ class Binding:
             feeds: The feeds, and arrays that replace variables.
             wanted: The outputs to return; all by default.
             into: Arrays for further outputs, which must be the same outputs in each run.
+            kept: Further outputs that stay on the device until `take`; the same in each run, and
+                the same as those of ``into`` in other runs.
         """
         if self.session is None:
             return {}
@@ -88,6 +94,9 @@ class Binding:
         for name in self.passed:
             binding.bind_output(name)
         into = into or {}
+        if self.device is not None:
+            for name in kept:
+                binding.bind_output(name, self.device.kind, self.device.number)
         for name, array in into.items():
             binding.bind_ortvalue_output(name, ort_value(array))
         for name in fetched:  # otherwise onnxruntime would write into the results of the last step
@@ -97,15 +106,19 @@ class Binding:
         for source, target in self.copies:
             put(target, fetch(source))
         shown = {name: fetch(self.written[name]).copy() for name in names if name in self.written}
-        if fetched or self.passed:
-            found = iter(list(binding.get_outputs_as_ortvaluevector())[len(self.written) :])
+        if fetched or self.passed or kept:
+            outputs = binding.get_outputs_as_ortvaluevector()
+            # An iterator would return references to elements, which are replaced below.
+            found = (outputs[index] for index in range(len(self.written), len(outputs)))
             self._given = {name: next(found).numpy() for name in self.passed}
+            if self.device is not None:
+                self._given |= {n: DeviceArray.around(next(found), self.device) for n in kept}
             for _ in into:
                 next(found)
             shown |= {name: _copied(next(found).numpy()) for name in fetched}
         for name in self.rebound:  # otherwise the binding would keep them alive
             binding.bind_ortvalue_input(name, self._released)
-        for name in (*self.passed, *into):
+        for name in (*self.passed, *kept, *into):
             binding.bind_ortvalue_output(name, self._released)
         return shown
 
@@ -117,12 +130,26 @@ class Binding:
             binding.bind_ortvalue_output(name, ort_value(memory))
         return binding
 
-    def update(self, feeds: Mapping[str, Array]) -> None:
+    def take(self) -> Mapping[str, Memory]:
+        """Returns the outputs that the last run has kept, which are not kept any longer."""
+        taken, self._given = self._given, {}
+        return taken
+
+    def update(self, feeds: Mapping[str, Any]) -> None:
         """Runs the packed updates."""
         if self._given:
-            feeds, self._given = {**feeds, **self._given}, {}
+            feeds = {**feeds, **self.take()}
         for update in self.updates:
             update(feeds)
+
+
+def overwriting(binding: Binding) -> Binding:
+    """Returns a binding whose updates are the runs of another one, which overwrites variables."""
+
+    def update(feeds: Mapping[str, Memory]) -> None:
+        binding.differentiate(feeds, ())
+
+    return Binding(None, {}, {}, [], [], [update], interruptible=False, rebound=(), passed=())
 
 
 def _copied(array: Array) -> Array:

@@ -35,7 +35,7 @@ from ortops.execution.packed import Variable
 from ortops.execution.placement import PlacedNode, log_fallback
 from ortops.execution.settings import Settings
 from ortops.execution.shape_cache import Buffers, CachedStep, ShapeCache
-from ortops.execution.split_step import Differentiated, Layout, SplitStep
+from ortops.execution.split_step import Differentiated, SplitStep
 from ortops.execution.step import Step
 from ortops.execution.template import Template
 from ortops.numbers import Array
@@ -122,12 +122,24 @@ class Execution:
         ]
         self._caches = [self._new_cache(number) for number in range(len(steps))]
         self._hold(values, sessions)
-        for number, cache in enumerate(self._caches):
+        for number, cache in enumerate(self._graphs()):
             if not cache.gain:
-                cache.of({}, self._buffers_of(number))
+                cache.of({}, self._buffers_of(0 if self._overwrites else number))
         if not sessions.on_cpu:
-            nodes = [node for cache in self._caches for node in cache.nodes() or ()]
+            nodes = [node for cache in self._graphs() for node in cache.nodes() or ()]
             log_fallback(sessions.names, nodes)
+
+    def _graphs(self) -> list[ShapeCache]:
+        """Returns the graphs that a step of all parts runs, one after the other."""
+        if self._overwrites:
+            split = self.split_step()
+            return [split.gradients, split.apply]
+        return list(self._caches)
+
+    @property
+    def _overwrites(self) -> bool:
+        """Whether updates overwrite variables on a device; then, there is one part."""
+        return self._templates[0].overwrites
 
     def _hold(self, values: Mapping[str, Array], sessions: Sessions) -> None:
         """Allocates the memory of all variables that are not packed, and sets all variables.
@@ -135,14 +147,23 @@ class Execution:
         It is the CPU's where only nodes read a variable for which the device has no kernels.
         """
         here: set[str] = set()
-        if sessions.device is not None and sessions.settings.device is None:
-            read = [cache.read_here() for cache in self._caches]
-            here = set[str]().union(*(names for names, _ in read))
-            here = here.difference(*(names for _, names in read))
+        in_place: set[str] = set()
+        if sessions.device is not None:
+            try:
+                graphs = self._graphs()
+            except UnsupportedError:  # there are no gradients to separate updates from
+                self._templates[0].overwrites = False
+                graphs = self._graphs()
+            read = [cache.read_here() for cache in graphs]
+            if sessions.settings.device is None:
+                here = set[str]().union(*(names for names, _ in read))
+                here = here.difference(*(names for _, names in read))
+            in_place = set[str]().union(*(cache.in_place for cache in graphs))
+            self._in_place = bool(in_place)
         for name in (name for name in values if name not in self.variables):
             value, device = values[name], None if name in here else sessions.device
             first = second = hold(value, device)
-            if name in self._updated_by:
+            if name in self._updated_by and name not in in_place:
                 second = hold(value, device)
             self.variables[name] = Variable((first, second))
         self.assign(values)
@@ -153,7 +174,7 @@ class Execution:
         Raises:
             UnsupportedError: If onnxruntime is too old to tell.
         """
-        found = [cache.nodes() for cache in self._caches]
+        found = [cache.nodes() for cache in self._graphs()]
         if None in found:
             raise UnsupportedError(
                 f"placement: onnxruntime {onnxruntime.__version__} does not tell where nodes run; "
@@ -339,14 +360,35 @@ class Execution:
         if wanted is None:
             labels_of = [list(self._labels[n].values())[: self._outputs[n]] for n in self._chosen]
             wanted = [label for labels in labels_of for label in labels]
+        if self._overwrites:
+            return self._step_in_two_runs(feeds, wanted, note)
         shapes = _shapes(feeds)
         cached = {n: self._caches[n].of(shapes, self._buffers_of(n)) for n in self._chosen}
         return self._run(cached, feeds, wanted, note)
 
+    def _step_in_two_runs(
+        self,
+        feeds: Mapping[str, Array],
+        wanted: Sequence[str],
+        note: Callable[[Mapping[str, Array]], object] | None,
+    ) -> dict[str, Array]:
+        """Makes a step whose updates overwrite the memory of variables on a device."""
+        split_step = self.split_step()
+        turns, _ = self._shared.position
+        (number,) = self._chosen
+        buffers = self._buffers_of(number)
+        binding = split_step.gradients.of(_shapes(feeds), buffers).bindings[0][turns[number]]
+        shown = binding.differentiate(feeds, wanted, kept=split_step.passed)
+        if note is not None:
+            note(shown)
+        given = {**binding.take(), **{name: feeds[name] for name in split_step.names.fed}}
+        self._run({number: split_step.apply.of({}, buffers)}, given, ())
+        return shown
+
     def _run(
         self,
         cached: Mapping[int, CachedStep],
-        feeds: Mapping[str, Array],
+        feeds: Mapping[str, Memory],
         wanted: Sequence[str],
         note: Callable[[Mapping[str, Array]], object] | None = None,
     ) -> dict[str, Array]:
@@ -465,9 +507,9 @@ class Execution:
         rebound = [*names.carried, template.step.seed, *foreign]
         return SplitStep(
             names,
-            Layout({name: self.variables[name].buffers[0] for name in names.given}),
             ShapeCache([gradients], self._capacity, rebound),
             ShapeCache([apply], 0, [*apply.step.feeds, *foreign]),
+            self.variables,
         )
 
     def gradients(

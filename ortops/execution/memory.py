@@ -96,6 +96,16 @@ class DeviceArray:
 
         self.is_here = device.kind == "cpu"
 
+    @classmethod
+    def around(cls, output: Any, device: Device) -> DeviceArray:
+        """Returns an array of a device whose memory onnxruntime has allocated for an output."""
+        result = cls.__new__(cls)
+        value = result.value = onnxruntime.OrtValue(output)
+        result.shape = tuple(value.shape())
+        result.dtype = onnx.helper.tensor_dtype_to_np_dtype(value.element_type())
+        result.is_here = device.kind == "cpu"
+        return result
+
     @property
     def size(self) -> int:
         """The number of elements."""

@@ -115,6 +115,7 @@ class Sessions:
         single_thread: bool = False,
         lent: Mapping[str, npt.NDArray[Any]] | None = None,
         anywhere: bool = True,
+        disabled: Sequence[str] = (),
     ) -> InferenceSession:
         """Opens a session.
 
@@ -125,6 +126,7 @@ class Sessions:
             single_thread: Whether a run uses one thread, because the caller has threads.
             lent: External initializers in memory, if `lends`; they must outlive the session.
             anywhere: Whether to use all providers; otherwise, only the CPU.
+            disabled: onnxruntime's optimizers that must not run on the model.
 
         Raises:
             UnsupportedError: If onnxruntime cannot load the model.
@@ -160,7 +162,7 @@ class Sessions:
             return open_lowered(model, options, [(CPU, {})] if not anywhere else self._providers)
         name_nodes(model)
         _record_placement(options)
-        return open_lowered(model, options, self._providers)
+        return open_lowered(model, options, self._providers, disabled)
 
 
 def _record_placement(options: onnxruntime.SessionOptions) -> None:

@@ -127,7 +127,7 @@ def _normalized(provider: Any) -> Provider:
         )
     name = _ALIASES.get(name.lower(), name)
     for prefix, why in _REFUSED.items():
-        if name.startswith(prefix):
+        if name.lower().startswith(prefix.lower()):
             raise UnsupportedError(f"providers: '{name}' is not supported: {why}")
     known = {*_known(), *_ALIASES}
     if name not in known:

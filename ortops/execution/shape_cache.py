@@ -88,6 +88,11 @@ class ShapeCache:
             set[str]().union(*(variant.read_elsewhere for variant in self._variants)),
         )
 
+    @property
+    def in_place(self) -> set[str]:
+        """The variables whose next values overwrite the present ones; after `read_here`."""
+        return set[str]().union(*(variant.in_place for variant in self._variants))
+
     def nodes(self) -> list[PlacedNode] | None:
         """Returns the nodes of all graphs, and where they run; None if it is not known."""
         cached = [self._general] if self._general else list(self._made.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 
 from ortops.execution.cut import Cut
 from ortops.execution.memory import Memory
+from ortops.execution.packed import Variable
 from ortops.execution.shape_cache import ShapeCache
 from ortops.numbers import Array
 
@@ -61,15 +63,31 @@ class SplitStep:
 
     Attributes:
         names: The names of the tensors that go from the first part to the second.
-        layout: The memory layout of gradients.
         gradients: The gradient part.
         apply: The update part.
+        variables: The variables by name.
     """
 
     names: Cut
-    layout: Layout
     gradients: ShapeCache
     apply: ShapeCache
+    variables: Mapping[str, Variable]
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The memory layout of gradients."""
+        return Layout({name: self.variables[name].buffers[0] for name in self.names.given})
+
+    @property
+    def passed(self) -> list[str]:
+        """The outputs of the first part that the second one reads.
+
+        They begin with those that `Execution.gradients` writes into arrays of its own.
+        """
+        carried = self.names.carried
+        updated = [name for label, name in carried.items() if label in self.variables]
+        others = [name for label, name in carried.items() if label not in self.variables]
+        return [*self.names.given.values(), *updated, *others]
 
     @property
     def carried(self) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -56,9 +57,12 @@ class Template:
         gains: Whether graphs for known sizes are faster.
         extra: Further tensors of the graph that are outputs; those that it does not have are
             ignored.
+        overwrites: Whether next values overwrite the present ones in the memory of a device, in a
+            run after that of the gradients.
     """
 
     extra: tuple[str, ...] = ()
+    overwrites: bool = False
 
     def __init__(
         self,
@@ -89,6 +93,8 @@ class Template:
         if sessions.device is None:  # device memory cannot be packed
             shown = [*step.outputs, *step.counts]
             groups, self.unpacked = split(graph, step.updates, step.feeds, shown, keep=self._keep)
+        elif in_place and _size_of(graph, step.updates) > settings.joined:
+            self.overwrites = True
         small = kernels != "python" and sum(group.size for group in groups) <= settings.joined
         apart = sessions.on_cpu and not small and kernels != "python"
         if apart and settings.scaled_sums and scaled_sums.has_kernel():
@@ -193,7 +199,8 @@ class Template:
         # The WebGPU provider has no kernel for Scan, so that all states would move in each step.
         device = self.sessions.device
         moves = device is not None and device.kind == "webgpu"
-        return self.joined and bool(loss) and alone and self._all_read and not moves
+        stays = not moves and not self.overwrites
+        return self.joined and bool(loss) and alone and self._all_read and stays
 
     def gains_at(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether a graph for feeds of these shapes is faster."""
@@ -284,9 +291,16 @@ class Template:
             step, model=parts.gradients, outputs=[*shown, *fetched], updates={}, varying=()
         )
         gradients.packed, gradients.unpacked, gradients._updates = [], {}, []
+        gradients.overwrites = False
         feeds = [*parts.given.values(), *parts.carried.values(), *parts.fed]
         apply.step = replace(step, model=parts.apply, feeds=feeds, outputs=[], loss="", varying=())
         gradients._dropped = apply._dropped = []
         apply.gains = False
         apply.extra = ()
         return gradients, apply, parts
+
+
+def _size_of(graph: ir.Graph, variables: Collection[str]) -> int:
+    """Returns the number of elements of variables; 0 for those of unknown shapes."""
+    shapes = [value.shape for value in graph.inputs if value.name in variables]
+    return sum(math.prod(shape.numpy()) for shape in shapes if shape and shape.is_static())

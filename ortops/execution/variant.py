@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 
-from ortops.execution.binding import Binding
+from ortops.execution.binding import Binding, overwriting
 from ortops.execution.memory import DeviceArray, Memory
 from ortops.execution.onnxruntime_sessions import inputs_here
+from ortops.execution.overwriting import REMOVES_COPIES, copy_last
 from ortops.execution.packed import Packed
 from ortops.execution.placement import PlacedNode, nodes_of, placed_nodes
 from ortops.execution.providers import WEBGPU, check_float16
@@ -47,6 +48,8 @@ class Variant:
         nodes: The nodes of the gradient graph, and where they run; None if it is not known.
         read_here: The inputs that are read in the CPU's memory.
         read_elsewhere: All other inputs.
+        in_place: The variables whose next values overwrite the present ones, if their memory is the
+            same.
     """
 
     def __init__(self, template: Template, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
@@ -66,6 +69,7 @@ class Variant:
                 del graph.initializers[name]
         if sessions.on_cpu and _frozen_bytes(graph) > settings.copied:
             dequantize_products(graph, Names(graph))
+        self.in_place = copy_last(graph, template.unpacked) if template.overwrites else set()
         self._constants: dict[str, Memory] = {
             name: array if sessions.device is None else DeviceArray(array, sessions.device)
             for name, array in external.move_to_inputs(model, settings.copied).items()
@@ -81,6 +85,7 @@ class Variant:
                 spin=template.spins,
                 optimize=optimize,
                 lent=self._lent,
+                disabled=[REMOVES_COPIES] if self.in_place else [],
             )
         self.nodes: list[PlacedNode] | None = []
         if sessions.on_cpu:
@@ -124,7 +129,7 @@ class Variant:
         for name, (packed, index) in self._outputs.items():
             written[name] = packed.arrays[index][1 - turn]
         types = {value.name: value.dtype for value in self._graph.outputs}
-        updates = []
+        updates: list[Callable[[Mapping[str, Any]], None]] = []
         scalars: dict[str, Array] = {}
         for update in self._updates:
             group = update.packed.group
@@ -144,9 +149,12 @@ class Variant:
         interruptible = all(update.interruptible for update in self._updates)
         passed = [name for update in self._updates for name in update.packed.passed]
         shown = [name for name in self._template.shown if name in types]
-        return Binding(
-            self._session, read, written, shown, copies, updates, interruptible, rebound, passed
+        device = self._template.sessions.device
+        binding = Binding(
+            *(self._session, read, written, shown, copies, updates, interruptible, rebound, passed),
+            device,
         )
+        return overwriting(binding) if self.in_place else binding
 
     @functools.cached_property
     def repetition(self) -> Repetition:
