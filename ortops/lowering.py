@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from ortops import custom_ops
 from ortops.arguments import choice
-from ortops.autodiff.expansion import expand
+from ortops.autodiff.expansion import expand, is_preview
 from ortops.autodiff.gradient_node import (
     GRADIENT_DOMAINS,
     Bound,
@@ -314,6 +314,8 @@ def _check_nodes(model: ir.Model) -> None:
         names = Names(graph)
         for node in all_nodes(graph):
             in_domain = node.domain == TRAINING_DOMAIN or is_gradient(node)
+            if is_preview(node):
+                continue
             if node.domain in GRADIENT_DOMAINS and not (in_domain and node.op_type in known):
                 raise ModelError(
                     f"{describe(node)}: domain '{node.domain}' has no operator {node.op_type}; "

@@ -33,10 +33,23 @@ from ortops.graph.edit import (
 from ortops.graph.shapes import is_unknown
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor
 
-__all__ = ["can_be_expanded", "expand"]
+__all__ = ["can_be_expanded", "expand", "is_preview"]
 
 EXPANDED_DOMAIN = "ortops.expanded"
 """The private domain of nodes that are about to be replaced by a schema's function body."""
+
+
+PREVIEW_DOMAIN = "ai.onnx.preview"
+"""ONNX's domain of operators that no version of onnxruntime has yet."""
+
+
+def is_preview(node: ir.Node) -> bool:
+    """Whether a node has an operator of ONNX's preview domain, such as FlexAttention.
+
+    Its function body is the only implementation. Optimizers and Gradient are not meant: exporters
+    write them into the same domain.
+    """
+    return node.domain == PREVIEW_DOMAIN and onnx.defs.has(node.op_type, PREVIEW_DOMAIN)
 
 
 def can_be_expanded(node: ir.Node, rules: Rules) -> bool:
@@ -66,7 +79,8 @@ def _schema(op_type: str, domain: str, opset: int | None) -> Any:  # onnx's type
 def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
     """Expands, in place, the nodes without a gradient rule that gradients pass through.
 
-    It also infers types and shapes for operators that onnx does not know.
+    So are all nodes of ONNX's preview domain, which runtimes do not know. It also infers types and
+    shapes for operators that onnx does not know.
 
     Args:
         model: A model with bound Gradient nodes, in topological order, with types inferred.
@@ -82,6 +96,7 @@ def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
     graph = model.graph
     nodes = list(all_nodes(graph) if everywhere else _nodes_on_paths(graph))
     chosen = {node for node in nodes if can_be_expanded(node, rules)}
+    chosen |= {node for node in all_nodes(graph) if is_preview(node)}
     kept = set(nodes) - chosen
     unknown = any(
         rules.definition(node) is not None or rules.refusal(node) is not None
@@ -106,6 +121,7 @@ def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
             bodies |= _call_body(model, node)
     if bodies:
         passes.InlinePass()(model)
+        model.graph.opset_imports.pop(EXPANDED_DOMAIN, None)
     return True
 
 
@@ -242,7 +258,8 @@ def _call_body(model: ir.Model, node: ir.Node) -> bool:
     """
     assert node.graph is not None
     opset = node.graph.opset_imports[""]
-    schema = _schema(node.op_type, "", opset)
+    preview = is_preview(node)
+    schema = _schema(node.op_type, node.domain, None if preview else opset)
     for name, attribute in schema.attributes.items():
         if name not in node.attributes and attribute.default_value.name:
             node.attributes[name] = ir.serde.deserialize_attribute(attribute.default_value)
@@ -269,7 +286,11 @@ def _call_body(model: ir.Model, node: ir.Node) -> bool:
         proto.CopyFrom(schema.function_body)
     proto.domain, proto.name = EXPANDED_DOMAIN, node.op_type
     proto.overload = str(len(model.functions))
+    if preview:  # the body contains the graphs of its attributes, and is for any opset
+        del proto.attribute[:]
+        node.attributes.clear()
     function = ir.serde.deserialize_function(proto)
+    function.opset_imports.setdefault("", opset)
     _check_same(node, function, opset)
     function.opset_imports[""] = opset  # a model can have only one version of the operators
     model.functions[function.identifier()] = function

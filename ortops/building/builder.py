@@ -44,10 +44,10 @@ from ortops.graph.edit import ancestor_nodes
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
+from ortops.graph.files.messages import operators_of_domain
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import Loss, LossLike
 from ortops.losses.loss import Function
-from ortops.lowering import has_domain
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.other_names import ARGUMENTS_OF_BUILD, explains_arguments
 from ortops.trainable.metadata import (
@@ -524,10 +524,10 @@ def _messages(prepared: Prepared, loss: losses.Computed, through_bfloat16: bool)
             "steps and evaluation compute in float32, and the file itself, which remains bfloat16, "
             "does not run on the CPU"
         )
-    if has_domain(prepared.result.proto):
+    if own := operators_of_domain(prepared.result.proto):
         said.append(
-            "the model has Gradient nodes of its own, so stock onnxruntime runs the trainable file "
-            "only after ortops.lower"
+            f"the model has {', '.join(own)} nodes of its own, so stock onnxruntime runs the "
+            "trainable file only after ortops.lower"
         )
     return said
 

@@ -95,6 +95,26 @@ def _moved(node: Node, inputs: Sequence[Value | None], attributes: Attributes) -
     return [take(traced, index) for index in _constants(node, [positions, *others], attributes)]
 
 
+def _of_schema(
+    node: onnx.NodeProto, types: Sequence[onnx.TypeProto], run_params: dict[str, Any]
+) -> OpFunction:
+    """Returns a node of ONNX's preview domain as the function by which its schema defines it."""
+    schema: Any = onnx.defs.get_schema(node.op_type, domain=node.domain)
+    text = schema.get_context_dependent_function_with_opset_version(
+        schema.context_dependent_function_opset_versions[0],
+        node.SerializeToString(),
+        [kind.SerializeToString() for kind in types],
+    )
+    body = onnx.FunctionProto.FromString(text)
+    del body.attribute[:]  # whose graphs are in the body
+    if not any(entry.domain == "" for entry in body.opset_import):
+        body.opset_import.append(onnx.helper.make_opsetid("", run_params["opsets"][""]))
+    bare = onnx.NodeProto()
+    bare.CopyFrom(node)
+    del bare.attribute[:]
+    return OpFunction(bare, run_params, impl=ReferenceEvaluator(body), attributes={})
+
+
 class _Replay:
     """Nodes of one scope that are executed again.
 
@@ -163,6 +183,8 @@ class _Replay:
             )
             for value in inputs
         ]
+        if node.domain == "ai.onnx.preview":
+            return _of_schema(own, types, node.run_params)
         try:
             made = load_op(
                 node.domain,

@@ -31,6 +31,7 @@ __all__ = [
     "is_light",
     "location_of",
     "node_graphs",
+    "operators_of_domain",
     "size_of",
     "without_big_data",
 ]
@@ -112,16 +113,26 @@ def without_big_data(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 def has_domain(proto: onnx.ModelProto) -> bool:
     """Whether a model has nodes or functions of the training domain."""
-
-    def in_graph(nodes: Iterable[onnx.NodeProto]) -> bool:
-        return any(
-            node.domain in DOMAINS or any(in_graph(graph.node) for graph in node_graphs(node))
-            for node in nodes
-        )
-
-    return in_graph(proto.graph.node) or any(
-        function.domain in DOMAINS or in_graph(function.node) for function in proto.functions
+    return any(function.domain in DOMAINS for function in proto.functions) or any(
+        True for _ in _operators_of_domain(proto)
     )
+
+
+def operators_of_domain(proto: onnx.ModelProto) -> list[str]:
+    """Returns the operators of the training domain that a model has nodes of."""
+    return sorted(set(_operators_of_domain(proto)))
+
+
+def _operators_of_domain(proto: onnx.ModelProto) -> Iterator[str]:
+    def in_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+        for node in nodes:
+            if node.domain in DOMAINS:
+                yield node.op_type
+            for graph in node_graphs(node):
+                yield from in_nodes(graph.node)
+
+    for body in (proto.graph, *proto.functions):
+        yield from in_nodes(body.node)
 
 
 def attribute_graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
