@@ -75,6 +75,10 @@ def _of_if() -> Iterator[Case]:
         _SUBGRAPH,
         proposal=NO_PATH,
     )
+
+
+def _of_nested_if() -> Iterator[Case]:
+    """Yields an If in an If, and the second order."""
     yield gradient_case(
         "if_in_if",
         "g (bool c, bool d, float x) => (float g) { y = If (c) <"
@@ -258,6 +262,7 @@ def _of_functions() -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     """Yields the cases."""
     yield from _of_if()
+    yield from _of_nested_if()
     yield from _gradient_in_if()
     yield from _of_loop()
     yield from _of_scan()

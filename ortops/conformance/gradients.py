@@ -240,6 +240,11 @@ def _of_outputs() -> Iterator[Case]:
         {"y": [[7.0, 10], [15, 22]], "g": [[7.0, 11], [9, 13]]},
         proposal=SUM,
     )
+
+
+def _of_types() -> Iterator[Case]:
+    """Yields cases of other types than float32."""
+    x, z = np.array([1.0, -2]), np.array([3.0, 0.5])
     for name, dtype, kind in (
         ("float64", np.float64, "double"),
         ("float16", np.float16, "float16"),
@@ -249,7 +254,7 @@ def _of_outputs() -> Iterator[Case]:
             f"g ({kind}[2] x, {kind}[2] z) => ({kind}[2] g, {kind}[2] h) {{"
             "p = Mul (x, z) q = Mul (p, x) y = ReduceSum <keepdims = 0> (q)"
             ' g, h = Gradient <xs = ["x", "z"], y = "y"> (x, z) }',
-            feeds,
+            {"x": x, "z": z},
             {"g": 2 * x * z, "h": x * x},
             _FLOATING,
             dtype=dtype,
@@ -433,6 +438,7 @@ def cases() -> Iterator[Case]:
     yield from _of_the_specification()
     yield from _of_values()
     yield from _of_outputs()
+    yield from _of_types()
     yield from _of_several_nodes()
     yield from _without_path()
     yield from _of_broadcasting()

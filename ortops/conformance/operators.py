@@ -176,7 +176,7 @@ def _reducing() -> Iterator[Case]:
 
 
 def _of_networks() -> Iterator[Case]:
-    x, w = _MATRIX, _WEIGHTS
+    x = _MATRIX
     a = np.array([[1.0, 2], [-1, 0.5], [0.25, -2]])
     yield gradient_case(
         "through_matmul",
@@ -212,6 +212,10 @@ def _of_networks() -> Iterator[Case]:
             "dc": [4.0, 4],
         },
     )
+
+
+def _of_softmax() -> Iterator[Case]:
+    x, w = _MATRIX, _WEIGHTS
     s = _softmax(x)
     for name, gradient in {
         "Softmax": s * (w - (w * s).sum(1, keepdims=True)),
@@ -254,3 +258,4 @@ def cases() -> Iterator[Case]:
     yield from _moving()
     yield from _reducing()
     yield from _of_networks()
+    yield from _of_softmax()

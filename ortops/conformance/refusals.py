@@ -20,6 +20,13 @@ _VARIADIC = (
 _UNDEFINED = "The specification does not say what happens. The case assumes that it is an error."
 
 
+_SIGNATURE = Citation(
+    "IR.md",
+    "The number of inputs and outputs in a node, their types, the set of attributes specified in a "
+    "node and their types MUST satisfy the constraints imposed by the signature of the node’s "
+    "operator.",
+)
+
 _CONTROLS = {
     "gradient": "test_gradient_replay",
     "momentum": "test_momentum_second_update",
@@ -98,9 +105,15 @@ def _gradients() -> Iterator[Case]:
     for name, (node, cite, proposal) in table.items():
         text = f"{head} {{ {body} g = {node} }}"
         yield _refused(name, text, {"x": x, "z": z}, cite, proposal=proposal)
+
+
+def _gradients_of_other_graphs() -> Iterator[Case]:
+    x, z = [1.0, -2], [3.0, 0.5]
     yield _refused(
         "gradient_too_many_outputs",
-        f'{head} {{ {body} g, h = Gradient <xs = ["x"], zs = ["z"], y = "y"> (x, z) }}',
+        "g (float[2] x, float[2] z) => (float[2] g) {"
+        " p = Mul (x, z) y = ReduceSum <keepdims = 0> (p)"
+        ' g, h = Gradient <xs = ["x"], zs = ["z"], y = "y"> (x, z) }',
         {"x": x, "z": z},
         said("this Gradient only outputs dY/dW and dY/dZ."),
     )
@@ -130,15 +143,10 @@ def _gradients() -> Iterator[Case]:
     )
 
 
-def _optimizers() -> Iterator[Case]:
-    x = [1.0, -2]
+def _optimizer_nodes() -> dict[str, tuple[str, Citation, str]]:
+    """Returns nodes, what they cite, and proposals, by the name of the case."""
     standard = 'alpha = 0.5, beta = 1.0, mode = "standard", norm_coefficient = 0.0'
-    signature = Citation(
-        "IR.md",
-        "The number of inputs and outputs in a node, their types, the set of attributes specified "
-        "in a node and their types MUST satisfy the constraints imposed by the signature of the "
-        "node’s operator.",
-    )
+    signature = _SIGNATURE
     mode = Citation("Momentum", 'Its value should be either "nesterov" or "standard".')
     adam = Citation("Adam", "The tensors to be optimized, followed by their respective gradients")
     adagrad = Citation(
@@ -147,7 +155,7 @@ def _optimizers() -> Iterator[Case]:
     scalar_t = Citation("Adam", 'The update count of "X". It should be a scalar.')
     rate = Citation("Adam", "Constrain input types to float scalars.")
     mine = "alpha = 0.5, beta = 1.0, norm_coefficient = 0.0"
-    table: dict[str, tuple[str, Citation, str]] = {
+    return {
         "momentum_mode": (
             f'Y, V = Momentum <{mine}, mode = "heavy"> (R, T, X, G, H)',
             mode,
@@ -203,7 +211,11 @@ def _optimizers() -> Iterator[Case]:
             "",
         ),
     }
-    for name, (node, cite, proposal) in table.items():
+
+
+def _optimizers() -> Iterator[Case]:
+    x = [1.0, -2]
+    for name, (node, cite, proposal) in _optimizer_nodes().items():
         text = (
             "u (float R, int64 T, int64[2] S, float[2] X, float[2] G, float[2] H)"
             f" => (float[2] Y) {{ {node} }}"
@@ -216,7 +228,7 @@ def _optimizers() -> Iterator[Case]:
     )
     half_feeds: dict[str, Any] = {"R": 0.5, "T": np.asarray(1)}
     half_feeds |= {name: np.array([1, 2], np.float16) for name in "XH"}
-    yield _refused("adam_float16", half, half_feeds, signature)
+    yield _refused("adam_float16", half, half_feeds, _SIGNATURE)
 
 
 def _trained(
@@ -330,6 +342,7 @@ def _initializations() -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     """Yields the cases."""
     yield from _gradients()
+    yield from _gradients_of_other_graphs()
     yield from _optimizers()
     yield from _training()
     yield from _initializations()

@@ -376,6 +376,10 @@ def _of_bindings() -> Iterator[Case]:
     name = "test_training_output_of_inference"
     yield Case(name, trainable(_COUNTER, output), cites, calls=calls, proposal=proposal)
 
+
+def _of_constants() -> Iterator[Case]:
+    """Yields cases of initializers that no binding names, and of an empty algorithm."""
+    x = float32([3])
     constant = Entry(
         "train (float[1] z) => (float[1] w_new) <float[1] c = {10.0}> {"
         "a = Mul (z, c) w_new = Add (w, a) }",
@@ -499,6 +503,9 @@ def _several_entries() -> Iterator[Case]:
     options["proposal"] = proposal
     yield Case(name, model, [_ANY_ONE], calls=calls, **options)
 
+
+def _initialized_entries() -> Iterator[Case]:
+    """Yields two entries with an initialization each."""
     first = Entry(
         "one () => (float new) <float s = {1.0}> { new = Add (a, s) }",
         {"a": "new"},
@@ -610,6 +617,8 @@ def cases() -> Iterator[Case]:
     yield from _initialization()
     yield from _of_initializers()
     yield from _of_bindings()
+    yield from _of_constants()
     yield from _after_inference()
     yield from _several_entries()
+    yield from _initialized_entries()
     yield from _network()
