@@ -33,8 +33,8 @@ from ortops.cli.data import Wanted, read_data
 from ortops.graph.limits import LIMITS
 
 MEMORY = 8 * 2**30
-SECONDS = 30
-"""That a case may take; none takes more than one."""
+SECONDS = 120
+"""That a case may take before it counts as a hang; on an idle machine, none takes more than two."""
 
 NUMBERS = [0, 1, -1, 2, 255, 2**15, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, 2**64, -(2**63), 10**30]
 TEXTS = ["", "\0", "../../etc/passwd", "/dev/zero", "NaN", "é", "\ud800", "a" * 10_000, "]" * 200]
