@@ -292,6 +292,7 @@ def arguments_of(draw: Draw, held_out: Arrays, folder: Path) -> dict[str, Any]:
         "train_metrics": draw.train_metrics,
         "detect_anomaly": draw.detect_anomaly,
         "schedule": models.rate_of_epoch if draw.rate == "by epoch" else None,
+        "entry": entry_of(draw),
         "accumulate": draw.accumulate,
         "prefetch": draw.prefetch,
         "progress": draw.progress,
@@ -318,6 +319,7 @@ def train(draw: Draw, model: Any, data: Arrays, held_out: Arrays, folder: Path) 
                 models.in_form(draw, data, folder, moved=draw.moved and attempt > 0),
                 callbacks=[*chosen.values(), interrupting],
                 resume=attempt > 0,
+                collate=models.collate_of(draw),
                 **{**arguments_of(draw, held_out, folder), **weights, "epochs": epochs},
             )
         except (StoppedError, KeyboardInterrupt, SystemExit) as error:
@@ -419,35 +421,36 @@ def _steps(
     """
     if draw.reference == "run_steps":
         before = session.steps_done
-        losses = session.run_steps(batches)
+        losses = session.run_steps(batches, entry=entry_of(draw))
         for number, (batch, loss) in enumerate(zip(batches, losses, strict=True), 1):
             yield number, [batch], before + number, {"loss": float(loss)}
         return
     for start in range(0, len(batches), draw.accumulate):
         window = batches[start : start + draw.accumulate]
         if draw.reference == "gradients":
-            outputs = _apply_gradients(session, window, joined=draw.accumulate > 1)
+            outputs = _apply_gradients(draw, session, window)
         elif draw.reference == "reduce":
-            outputs = session.step(window[0], reduce=lambda gradients: None)
+            outputs = session.step(window[0], reduce=lambda gradients: None, entry=entry_of(draw))
         else:
-            outputs = session.step(window[0])
+            outputs = session.step(window[0], entry=entry_of(draw))
         losses = {n: float(value) for n, value in outputs.items() if n.startswith("loss")}
         yield start + len(window), window, session.steps_done, losses
 
 
 def _apply_gradients(
-    session: TrainingSession, window: list[Arrays], *, joined: bool
+    draw: Draw, session: TrainingSession, window: list[Arrays]
 ) -> dict[str, Array]:
-    last = session.gradients(window[0])
-    if not joined:
-        session.apply(last)
+    entry = entry_of(draw)
+    last = session.gradients(window[0], entry=entry)
+    if draw.accumulate == 1:
+        session.apply(last, entry=entry)
         return last.outputs
     total = Accumulation(last, exact=last.additive)
     for batch in window[1:]:
-        last = session.gradients(batch, after=last)
+        last = session.gradients(batch, after=last, entry=entry)
         total.add(last)
     result = total.result()
-    session.apply(result)
+    session.apply(result, entry=entry)
     return result.outputs
 
 
@@ -538,20 +541,38 @@ def _check(draw: Draw, folder: Path) -> None:
     source = given_as(draw.source, inference, folder / "given" / "inference.onnx")
     with unchanged(inference, source):
         trainable = models.build(draw, source)
-    given = given_as(draw.file, trainable, folder / "given" / "trainable.onnx")
+    opened = models.with_second_entry(trainable) if draw.entries else trainable
+    given = given_as(draw.file, opened, folder / "given" / "trainable.onnx")
     data, held_out = models.arrays_of(draw), models.arrays_of(draw, 15 if draw.fixed else 7)
     copies = {name: array.copy() for name, array in data.items()}
-    with unchanged(trainable, given):
+    with unchanged(trainable, opened, given):
         run = train(draw, given, data, held_out, folder)
         same = draw.kernels in ("auto", "compiled")
-        plain = open_session(draw, trainable, "onnx" if same else None)
+        plain = open_session(draw, opened, "onnx" if same else None)
         expected = train_plainly(draw, plain, data, held_out)
         check_history(draw, run.history, expected)
         check_measured(draw, run.history, expected)
         same_bits(dict(run.session.state), dict(expected.session.state), "state")
+        check_other_entry(draw, run.session, opened)
         check_files(run, expected)
         ALSO[draw.also](run, Given(inference, trainable, data, held_out, folder))
     same_bits(data, copies, "the caller's data")
+
+
+def entry_of(draw: Draw) -> str | None:
+    """Returns the entry that makes the steps."""
+    return "main" if draw.entries else None
+
+
+def check_other_entry(draw: Draw, session: TrainingSession, opened: onnx.ModelProto) -> None:
+    """Asserts that what a second entry trains has not changed."""
+    if draw.entries:
+        other = opened.training_info[1].update_binding
+        begun = dict(open_session(draw, opened).state)
+        names = {binding.key for binding in other}
+        assert "other.step" in names, f"entries: {names}"
+        now = session.state
+        same_bits({n: now[n] for n in names}, {n: begun[n] for n in names}, "the other entry")
 
 
 def check_history(draw: Draw, history: Sequence[Mapping[str, float]], expected: Expected) -> None:
@@ -693,6 +714,7 @@ def check_evaluate(run: Run, given: Given) -> None:
         batch_size=draw.batch_size,
         metrics=metrics_of(draw),
         ema=draw.ema,
+        collate=models.collate_of(draw),
     )
     if draw.fixed:
         batches = models.cut(given.data, draw.batch_size)
@@ -713,7 +735,8 @@ def check_predict(run: Run, given: Given) -> None:
     ordered = models.batches_of(replace(draw, shuffle=False), arrays, 1, 0)
     expected = np.concatenate([session.predict([batch], outputs="y") for batch in ordered])
     data = models.in_form(draw, arrays, given.folder / "predicted")
-    found = session.predict(data, batch_size=draw.batch_size, outputs="y")
+    collate = models.collate_of(draw)
+    found = session.predict(data, batch_size=draw.batch_size, outputs="y", collate=collate)
     same_bits({"y": found}, {"y": expected}, "predict")
 
 
@@ -721,7 +744,7 @@ def check_serve(run: Run, given: Given) -> None:
     """What stock onnxruntime computes is what `predict` gives."""
     draw, session = run.draw, run.session
     names = [*models.MODELS[draw.model].inputs]
-    arrays = {name: given.data[name][: draw.batch_size] for name in names}
+    arrays = models.cut({name: given.data[name] for name in names}, draw.batch_size)[0]
     served: dict[str, Any] = {"inference_model": session.inference_model()}
     session.save(given.folder / "served.onnx")
     if draw.model not in EXPORTED:  # of which the inference graph is in training mode
@@ -752,7 +775,8 @@ def check_big_batch(run: Run, given: Given) -> None:
     size = -(-rows // count)
     form = draw.data if draw.has_rows else "dict"
     data = models.ROWS_AS[form](given.data, given.folder)
-    parts = fit_once(session, data, batch_size=size, accumulate=count, seed=draw.seed)
+    more = {"batch_size": size, "accumulate": count, "collate": models.collate_of(draw)}
+    parts = fit_once(session, data, seed=draw.seed, **more)
     near(parts["loss"], whole["loss"], draw, "one big batch: loss")
     for name, array in before.state.items():
         owner = next((n for n in gradients if name == n or name.startswith(f"{n}.")), None)
@@ -826,7 +850,8 @@ def check_resumed_again(run: Run, given: Given) -> None:
         return
     before = dict(session.state)
     data = models.in_form(draw, given.data, given.folder)
-    history = session.fit(data, resume=True, **arguments_of(draw, given.held_out, given.folder))
+    arguments = arguments_of(draw, given.held_out, given.folder)
+    history = session.fit(data, resume=True, collate=models.collate_of(draw), **arguments)
     assert history == run.history, "resumed again: history"
     same_bits(dict(session.state), before, "resumed again: state")
 

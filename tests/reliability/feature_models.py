@@ -42,6 +42,7 @@ class Model:
         body: The text of the nodes up to ``hidden``.
         head: The text of the nodes behind it, where Dropout may stand between.
         statistics: Values of what is no weight.
+        axes: The axis of the rows in each input, where it is not the first.
     """
 
     inputs: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -51,6 +52,7 @@ class Model:
     dtype: str = "float"
     output: tuple[int, ...] = ()
     statistics: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    axes: Mapping[str, int] = field(default_factory=dict)
 
 
 _HEAD = {"head_w": (4, CLASSES), "head_b": (CLASSES,)}
@@ -108,6 +110,15 @@ MODELS: dict[str, Model] = {
         "a = Conv <pads = [1, 1]> (x, body_w, body_b)  hidden = Tanh(a)",
         "y = Conv(kept, head_w, head_b)",
         output=(5,),
+    ),
+    "stateful": Model(
+        {"x": ("float", (4,)), "state": ("float", (2, 4))},
+        _LAYERS,
+        """a = MatMul(x, body_w)
+        first = Constant <value = int64[1] {0}> ()
+        s = ReduceSum <keepdims = 0> (state, first)
+        b = Add(a, s)  c = Add(b, body_b)  hidden = Tanh(c)""",
+        axes={"state": 1},
     ),
     "branching": Model(
         {"x": ("float", (4,))},
@@ -196,7 +207,9 @@ def inference_model(draw: Draw) -> onnx.ModelProto:
     batch = str(draw.batch_size) if draw.fixed else "batch"
 
     def declared(dtype: str, sizes: Iterable[int], name: str) -> str:
-        return f"{dtype}[{', '.join([batch, *map(str, sizes)])}] {name}"
+        dims = [*map(str, sizes)]
+        dims.insert(model.axes.get(name, 0), batch)
+        return f"{dtype}[{', '.join(dims)}] {name}"
 
     inputs = ", ".join(declared(*kind, name) for name, kind in model.inputs.items())
     dropped = "ratio = Constant <value = float {0.25}> ()  kept = Dropout(hidden, ratio)"
@@ -323,6 +336,22 @@ def rate_of_epoch(done: float) -> float:
     return RATE * (1 - 0.5 * done)
 
 
+def with_second_entry(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a trainable model with one more training_info entry."""
+    optimizer = OPTIMIZERS["Adam"](learning_rate=0.1)
+    return ortops.add_training(model, loss=_squares, optimizer=optimizer, name="other")
+
+
+def collate_of(draw: Draw) -> Any:
+    """Returns what fit makes batches of samples with."""
+
+    def join(several: list[Arrays]) -> Arrays:
+        columns = {name: np.stack([one[name] for one in several]) for name in several[0]}
+        return {name: np.moveaxis(array, 0, axis_of(name)) for name, array in columns.items()}
+
+    return {"collated": join, "list of samples": "pad"}.get(draw.data)
+
+
 def build(draw: Draw, source: Any) -> onnx.ModelProto:
     """Returns the trainable model of a draw, given its inference model in any form."""
     clipping: dict[str, Any] = {
@@ -360,6 +389,7 @@ def arrays_of(draw: Draw, rows: int = ROWS) -> Arrays:
             found[name] = rng.integers(0, 7, (rows, *sizes))
         else:
             found[name] = rng.normal(size=(rows, *sizes)).astype(_NUMPY[dtype])
+        found[name] = np.moveaxis(found[name], 0, model.axes.get(name, 0)).copy()
     if draw.loss == "function":
         return found
     if draw.loss not in WITHOUT_LABELS:
@@ -378,6 +408,16 @@ def arrays_of(draw: Draw, rows: int = ROWS) -> Arrays:
     return found
 
 
+def axis_of(name: str) -> int:
+    """Returns the axis of the rows in an array of a data set."""
+    return max(model.axes.get(name, 0) for model in MODELS.values())
+
+
+def rows_first(arrays: Arrays) -> Arrays:
+    """Returns arrays with their rows in front."""
+    return {name: np.moveaxis(array, axis_of(name), 0) for name, array in arrays.items()}
+
+
 def cut(arrays: Arrays, size: int, places: Any = None) -> list[Arrays]:
     """Cuts batches from arrays, by numpy alone.
 
@@ -389,7 +429,10 @@ def cut(arrays: Arrays, size: int, places: Any = None) -> list[Arrays]:
     rows = len(next(iter(arrays.values())))
     places = np.arange(rows) if places is None else places
     return [
-        {name: array[places[start : start + size]] for name, array in arrays.items()}
+        {
+            name: np.take(array, places[start : start + size], axis_of(name))
+            for name, array in arrays.items()
+        }
         for start in range(0, rows, size)
     ]
 
@@ -402,7 +445,8 @@ class Stored:
         self.shape, self.dtype = values.shape, values.dtype
 
     def __getitem__(self, places: Any) -> Array:
-        assert isinstance(places, slice) or np.all(np.diff(places) > 0)
+        rows = places[-1] if isinstance(places, tuple) else places
+        assert isinstance(rows, slice) or np.all(np.diff(rows) > 0)
         return np.array(self._values[places])
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
@@ -413,7 +457,7 @@ class Samples:
     """A data set of samples, like PyTorch's."""
 
     def __init__(self, arrays: Arrays, *, named: bool = False) -> None:
-        self.arrays, self.named = arrays, named
+        self.arrays, self.named = rows_first(arrays), named
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -428,7 +472,7 @@ class RefilledSamples(Samples):
 
     def __init__(self, arrays: Arrays) -> None:
         super().__init__(arrays)
-        self.buffers = {name: np.empty_like(array[0]) for name, array in arrays.items()}
+        self.buffers = {name: np.empty_like(array[0]) for name, array in self.arrays.items()}
 
     def __getitem__(self, place: int) -> Any:
         for name, array in self.arrays.items():
@@ -469,7 +513,7 @@ class _Memory:
     def fill(self, batch: Arrays) -> Arrays:
         found = {}
         for name, array in batch.items():
-            found[name] = self.buffers[name][: len(array)]
+            found[name] = self.buffers[name][tuple(map(slice, array.shape))]
             found[name][...] = array
         return found
 
@@ -515,7 +559,7 @@ class StoredTable:
 def _on_disk(arrays: Arrays, folder: Path) -> Arrays:
     found = {}
     for name, array in arrays.items():
-        path = folder / f"{name}{len(array)}.npy"
+        path = folder / f"{name}{'x'.join(map(str, array.shape))}.npy"
         if not path.exists():
             np.save(path, array)
         found[name] = np.load(path, mmap_mode="r")
@@ -541,6 +585,7 @@ def _strided(arrays: Arrays) -> Arrays:
 
 
 def _records(arrays: Arrays) -> Array:
+    arrays = rows_first(arrays)
     kinds: Any = [(name, array.dtype, array.shape[1:]) for name, array in arrays.items()]
     found = np.empty(len(next(iter(arrays.values()))), kinds)
     for name, array in arrays.items():
@@ -551,13 +596,29 @@ def _records(arrays: Arrays) -> Array:
 def _frame(arrays: Arrays) -> Any:
     import pandas
 
-    return pandas.DataFrame({name: list(array) for name, array in arrays.items()})
+    return pandas.DataFrame({name: list(array) for name, array in rows_first(arrays).items()})
 
 
 def _arrow(arrays: Arrays) -> Any:
     import pyarrow
 
-    return pyarrow.table({name: array.tolist() for name, array in arrays.items()})
+    return pyarrow.table({name: array.tolist() for name, array in rows_first(arrays).items()})
+
+
+def _parquet(arrays: Arrays, folder: Path) -> Path:
+    """Writes a file of several row groups, of whose types only the bits of floats matter."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path = folder / f"{len(next(iter(arrays.values())))}-{'-'.join(arrays)}.parquet"
+    if not path.exists():
+        kinds = {name: pyarrow.from_numpy_dtype(array.dtype) for name, array in arrays.items()}
+        for name, array in rows_first(arrays).items():
+            for _ in array.shape[1:]:
+                kinds[name] = pyarrow.list_(kinds[name])
+        columns = {n: pyarrow.array(a.tolist(), kinds[n]) for n, a in rows_first(arrays).items()}
+        parquet.write_table(pyarrow.table(columns), path, row_group_size=4)
+    return path
 
 
 def _sparse(arrays: Arrays) -> Any:
@@ -582,7 +643,10 @@ ROWS_AS: dict[str, Callable[[Arrays, Path], Any]] = {
     "samples": lambda a, _: Samples(a),
     "samples by name": lambda a, _: Samples(a, named=True),
     "refilled samples": lambda a, _: RefilledSamples(a),
-    "stored table": lambda a, _: StoredTable(a),
+    "stored table": lambda a, _: StoredTable(rows_first(a)),
+    "collated": lambda a, _: Samples(a, named=True),
+    "list of samples": lambda a, _: [*map(Samples(a).__getitem__, range(len(Samples(a))))],
+    "parquet": _parquet,
     "single array": lambda a, _: a["x"],
     "pandas": lambda a, _: _frame(a),
     "pyarrow": lambda a, _: _arrow(a),

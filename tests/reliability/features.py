@@ -41,6 +41,8 @@ class Draw:
         loss: The loss; see `feature_models.LOSSES`.
         sample_weight: How the loss gets weights of rows, "" for none: as a column of the data, or
             by an argument of fit, an array or weights of classes.
+        entries: Whether the file has a second training_info entry, for the other weights. It makes
+            no steps.
         optimizer: The optimizer.
         rate: The learning rate: a number, a schedule of `ortops.schedules`, or one set by epoch.
         clip: Which gradients are clipped.
@@ -83,6 +85,7 @@ class Draw:
     file: str = "model"
     loss: str = "MeanSquaredError"
     sample_weight: str = ""
+    entries: bool = False
     optimizer: str = "SGD"
     rate: str = "number"
     clip: str = ""
@@ -134,12 +137,16 @@ class Draw:
 ROW_FORMS = (
     *("dict", "tuple", "lists", "strided", "memory map", "file of arrays", "stored", "records"),
     *("function of rows", "samples", "samples by name", "refilled samples", "stored table"),
+    *("collated", "list of samples"),
     "single array",
     *_installed("pandas", "pandas"),
-    *_installed("pyarrow", "pyarrow"),
+    *_installed("pyarrow", "pyarrow", "parquet"),
     *_installed("scipy", "sparse"),
 )
 """Forms of data as rows."""
+
+COLLATED = ("collated", "list of samples")
+"""Forms of data as samples that `collate=` joins."""
 
 BATCH_FORMS = (
     *("list of batches", "tuple of batches", "list of tuples", "loader", "refilled loader"),
@@ -150,7 +157,7 @@ BATCH_FORMS = (
 AXES: Mapping[str, tuple[Any, ...]] = {
     "model": (
         *("affine", "double", "classifier", "convolutional", "tokens", "tagger", "branching"),
-        *("half", "half overflowing", "lora"),
+        *("half", "half overflowing", "lora", "stateful"),
     ),
     "dropout": (False, True),
     "opset": (21, 13, 17, 22),
@@ -162,6 +169,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
         *("weighted", "sum of losses", "sum of classes", "summed", "function"),
     ),
     "sample_weight": ("", "column", "array", "classes"),
+    "entries": (False, True),
     "optimizer": tuple(OPTIMIZERS),
     "rate": (
         *("number", "by epoch", "constant", "step", "exponential", "polynomial", "cosine"),
@@ -258,6 +266,26 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "what joins samples also joins those of the validation data",
+        lambda data, validation: data in COLLATED and validation == "dict",
+    ),
+    Rule(
+        "what joins samples does not join rows of arrays along another axis",
+        lambda data, moved: data in COLLATED and moved,
+    ),
+    Rule(
+        "two entries do not train the same weights",
+        lambda entries, trainable: entries and trainable == "all",
+    ),
+    Rule(
+        "the weights of an adapter are those of one entry",
+        lambda entries, model: entries and model == "lora",
+    ),
+    Rule(
+        "the step graph of a file with two entries makes the steps of both",
+        lambda entries, also: entries and also in ("step graph", "lower"),
+    ),
+    Rule(
         "a single array goes with a loss function, which has no weights",
         lambda sample_weight, data: bool(sample_weight) and data == "single array",
     ),
@@ -288,8 +316,8 @@ RULES: tuple[Rule, ...] = (
         lambda data, loss: data == "single array" and loss != "function",
     ),
     Rule(
-        "'tokens' has two inputs",
-        lambda data, model: data == "single array" and model == "tokens",
+        "these models have two inputs",
+        lambda data, model: data == "single array" and model in ("tokens", "stateful"),
     ),
     Rule(
         "of an exported model the opset is the exporter's choice",
