@@ -77,11 +77,13 @@ class Way:
         optimizer: An optimizer of `ortops.optimizers`.
         rank: The rank of LoRA adapters, if only these are trained; 0 for full training.
         recompute: Whether to use ``recompute="sqrt"``.
+        in_backward: Whether to use ``optimizer_in_backward=True``.
     """
 
     optimizer: str
     rank: int = 0
     recompute: bool = False
+    in_backward: bool = False
 
     def layers(self, depth: int) -> float:
         """Returns the number of layers whose activations are kept, up to a constant factor."""
@@ -120,6 +122,10 @@ WAYS: Mapping[str, Way] = {
     "Momentum": Way("Momentum"),
     "Adam": Way("Adam"),
     "Adam, checkpoint": Way("Adam", recompute=True),
+    "SGD in backward": Way("SGD", in_backward=True),
+    "Adam in backward": Way("Adam", in_backward=True),
+    "Adam8bit": Way("Adam8bit"),
+    "Adam8bit in backward": Way("Adam8bit", in_backward=True),
     "Adam, LoRA": Way("Adam", rank=8),
     "Adam, LoRA, checkpoint": Way("Adam", rank=8, recompute=True),
 }
@@ -189,7 +195,11 @@ def _train(point: Point, way: Way, path: str) -> Measured:
     """Runs a few steps."""
     import ortops
 
-    session = ortops.TrainingSession(path, recompute="sqrt" if way.recompute else None)
+    session = ortops.TrainingSession(
+        path,
+        recompute="sqrt" if way.recompute else None,
+        optimizer_in_backward=way.in_backward,
+    )
     rng = np.random.default_rng(0)
     batch = {
         "tokens": rng.standard_normal((point.batch, LENGTH, HEAD), np.float32),

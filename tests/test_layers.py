@@ -219,6 +219,7 @@ WITHIN = {
             "compilation",
             "update",
             "cut",
+            "in_place",
             "template",
             "binding",
             "variant",

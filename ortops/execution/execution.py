@@ -50,6 +50,11 @@ _COMPILED_SHARE = 0.03  # of a step, from which on making its graph anew is wort
 
 logger = logging.getLogger("ortops")
 
+_HALFWAY = (
+    "session: an update failed ({}) and left the variables between two steps; continue from a "
+    "saved file, or call reset()"
+)
+
 
 class Execution:
     """Runs the steps of a training algorithm.
@@ -65,6 +70,7 @@ class Execution:
         recompute: Which activations to keep if the backward pass recomputes the others (see
             `ortops.passes.rematerialization`); None keeps all.
         names: The name of each part, if there are several.
+        in_backward: Whether a variable is updated, in place, once its gradient is there.
 
     Attributes:
         variables: The variables by name.
@@ -87,6 +93,7 @@ class Execution:
         providers: Sequence[Any],
         recompute: Checkpoint | None = None,
         names: Sequence[str] = (),
+        in_backward: bool = False,
     ) -> None:
         self._shared = _Shared(((0,) * len(steps), 0))
         self._changes = AtomicChanges()
@@ -97,16 +104,27 @@ class Execution:
             check(recompute, [name for names in parts for name in names])
         save_memory = recompute is not None
         sessions = Sessions(kernels, options, providers, settings, save_memory=save_memory)
+        if in_backward:
+            _check_in_backward(len(steps), sessions)
         # With several parts, updates are not in place, because a later part might fail.
         in_place = kernels != "python" and len(steps) == 1
         self._templates = [
-            Template(step, rules, sessions, in_place=in_place, recompute=recompute)
+            Template(
+                step,
+                rules,
+                sessions,
+                in_place=in_place,
+                recompute=recompute,
+                in_backward=in_backward,
+            )
             for step in steps
         ]
+        self._in_backward = any(template.in_backward for template in self._templates)
         all_packed = [packed for template in self._templates for packed in template.packed]
-        self._in_place = any(packed.in_place for packed in all_packed)
+        self._in_place = self._in_backward or any(packed.in_place for packed in all_packed)
         self._sessions = sessions
-        self._shared.compiles_later = sessions.compiles_later
+        self._compiles_later = sessions.compiles_later and not self._in_backward
+        self._shared.compiles_later = self._compiles_later
         if kernels == "compiled":
             self._log_compiled(logging.INFO if self.compiled else logging.WARNING)
         self.variables: dict[str, Variable] = {}
@@ -163,7 +181,7 @@ class Execution:
         for name in (name for name in values if name not in self.variables):
             value, device = values[name], None if name in here else sessions.device
             first = second = hold(value, device)
-            if name in self._updated_by and name not in in_place:
+            if name in self._updated_by and name not in in_place and not self._in_backward:
                 second = hold(value, device)
             self.variables[name] = Variable((first, second))
         self.assign(values)
@@ -191,7 +209,7 @@ class Execution:
     @property
     def compilable(self) -> tuple[str, ...]:
         """The names of variables whose updates are compiled now, or can be after some steps."""
-        if not (self._sessions.compiles_later and has_compiler()):
+        if not (self._compiles_later and has_compiler()):
             return self.compiled
         found = (packed for each in self._templates for packed in each.compilable())
         return tuple(name for packed in found for name in packed.variables)
@@ -261,7 +279,7 @@ class Execution:
         self._shared.split_steps.clear()
         self._shared.position = ((0,) * len(turns), made)
         self._shared.failed = ""
-        self._shared.compiles_later = self._sessions.compiles_later
+        self._shared.compiles_later = self._compiles_later
 
     def only(self, part: int) -> Execution:
         """Returns an execution on the same variables whose steps run one of the parts.
@@ -364,7 +382,36 @@ class Execution:
             return self._step_in_two_runs(feeds, wanted, note)
         shapes = _shapes(feeds)
         cached = {n: self._caches[n].of(shapes, self._buffers_of(n)) for n in self._chosen}
+        if self._in_backward:
+            return self._run_at_once(cached[0], feeds, wanted, note)
         return self._run(cached, feeds, wanted, note)
+
+    def _run_at_once(
+        self,
+        cached: CachedStep,
+        feeds: Mapping[str, Array],
+        wanted: Sequence[str],
+        note: Callable[[Mapping[str, Array]], object] | None,
+    ) -> dict[str, Array]:
+        """Runs a step that updates variables in the backward pass; returns the outputs."""
+        shown: dict[str, Array] = {}
+        (turn,), made = self._shared.position
+        binding = cached.bindings[0][turn]
+
+        def run() -> None:
+            try:
+                found = binding.differentiate(feeds, [n for n in binding.shown if n in wanted])
+                binding.update(feeds)
+                if note is not None:
+                    note(found)
+            except BaseException as error:
+                self._shared.failed = _HALFWAY.format(error)
+                raise
+            shown.update(found)
+            self._shared.position = ((1 - turn,), made + 1)
+
+        self._changes.change(run)
+        return shown
 
     def _step_in_two_runs(
         self,
@@ -420,10 +467,7 @@ class Execution:
                 part.update(feeds)
             except BaseException as error:
                 if self._in_place:
-                    self._shared.failed = (
-                        f"session: an update failed ({error}) and left the variables between two "
-                        "steps; continue from a saved file, or call reset()"
-                    )
+                    self._shared.failed = _HALFWAY.format(error)
                 raise
             self._shared.position = (tuple(new_turns), made + 1)
 
@@ -680,6 +724,19 @@ def _warn_not_compiled(why: str) -> None:
         "the same results",
         why,
     )
+
+
+def _check_in_backward(parts: int, sessions: Sessions) -> None:
+    """Raises an error if variables cannot be updated in the backward pass."""
+    reason = ""
+    if parts > 1:
+        reason = f"a step of {parts} training_info entries; choose one with entry="
+    elif not sessions.on_cpu:
+        reason = f"the provider {sessions.names[0]}; train on the CPU"
+    elif sessions.kernels == "python":
+        reason = "kernels='python'; use kernels='onnx'"
+    if reason:
+        raise UnsupportedError(f"optimizer_in_backward is not available with {reason}")
 
 
 def _shapes(feeds: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:

@@ -43,7 +43,7 @@ class Packed:
         threads: The number of threads, each of which gets the same number of chunks.
         in_place: Whether updates may be in place if the formula allows it.
         joined: Whether the formula is part of the gradient graph, so that gradients need no memory
-            of their own.
+            of their own. Then no thread has chunks of its own.
         always_safe: Whether updates are safe in place for any formula, because they are compiled.
         passed: Whether outputs of the gradient graph are passed to each update like feeds, so that
             they need no memory of their own.
@@ -85,10 +85,13 @@ class Packed:
         self.sizes = [_round_up(math.prod(shape), _ALIGNMENT) for shape in group.shapes]
         total = sum(self.sizes)
         rows = -(-total // chunk)
-        self.rows = _round_up(rows, threads) if rows > 1 else 1
+        if joined:
+            self.rows = _even_rows(total, rows)
+        else:
+            self.rows = _round_up(rows, threads) if rows > 1 else 1
         length = _round_up(-(-total // self.rows), MULTIPLE)
-        if self.rows == 1:
-            self.sizes[-1] += length - total
+        if self.rows == 1 or joined:
+            self.sizes[-1] += self.rows * length - total
         self.chunk = arranged(length)
         self.shape = self.chunk if self.rows == 1 else (self.rows, *self.chunk)
         self.arrays: dict[int, tuple[Array, Array]] = {}
@@ -168,12 +171,12 @@ class Packed:
         packed: ir.Value = op.Reshape(op.Concat(*parts, axis=0), list(self.shape)).value
         return packed
 
-    def inputs(self, prefix: str, rows: str | None = None) -> list[ir.Value]:
+    def inputs(self, prefix: str, rows: int | str | None = None) -> list[ir.Value]:
         """Returns inputs for a graph with the formula: one for each role, then the scalars.
 
         Args:
             prefix: The prefix of their names, followed by the index.
-            rows: The symbol for the number of chunks; None for a single chunk.
+            rows: The number of chunks, or a symbol for it; None for a single chunk.
         """
         shape = ir.Shape(self.chunk if rows is None else [rows, *self.chunk])
         return [
@@ -185,6 +188,33 @@ class Packed:
             for index, value in enumerate(self.group.formula.inputs)
         ]
 
+    def emit(self, tape: Tape, inputs: Sequence[ir.Value]) -> list[ir.Value]:
+        """Emits the update; several chunks are processed by a Scan, which accepts any number.
+
+        Args:
+            tape: The tape to emit to.
+            inputs: See `inputs`.
+
+        Returns:
+            The next value of each role that is updated.
+        """
+        if inputs[0].shape is not None and len(inputs[0].shape) == len(self.chunk):
+            return self.group.emit(tape, inputs)
+        count = len(self.group.roles)
+        inner = tape.subgraph("chunk")
+        body = inner.graph
+        chunks = self.inputs(f"{tape.names.unique('chunk')}_")[:count]
+        body.inputs.extend(chunks)
+        body.outputs.extend(self.group.emit(inner, [*chunks, *inputs[count:]]))
+        expand(body)
+        tape.graph.opset_imports.update(body.opset_imports)
+        attributes = [ir.AttrInt64("num_scan_inputs", count), ir.AttrGraph("body", body)]
+        scan = ir.Node("", "Scan", inputs[:count], attributes, num_outputs=len(body.outputs))
+        for output, chunk in zip(scan.outputs, body.outputs, strict=True):
+            output.type, output.shape = chunk.type, inputs[0].shape
+        tape.append(scan)
+        return list(scan.outputs)
+
     def model(self, rows: int) -> ir.Model:
         """Returns the update as a model.
 
@@ -192,33 +222,24 @@ class Packed:
         for each role that is updated.
 
         Args:
-            rows: The number of chunks that a run updates. Several are processed by a Scan, which
-                accepts any number.
+            rows: The number of chunks that a run updates.
         """
         imports = dict(self.group.formula.opset_imports)
         inputs = self.inputs("input_", None if rows == 1 else "rows")
         graph = ir.Graph(inputs, [], nodes=[], opset_imports=imports, name="update")
-        tape = Tape(graph)
-        count = len(self.group.roles)
-        if rows == 1:
-            outputs = self.group.emit(tape, inputs)
-        else:
-            chunks = self.inputs("chunk_")[:count]
-            body = ir.Graph(chunks, [], nodes=[], opset_imports=imports, name="chunk")
-            body.outputs.extend(self.group.emit(Tape(body), [*chunks, *inputs[count:]]))
-            expand(body)
-            imports |= body.opset_imports
-            attributes = [ir.AttrInt64("num_scan_inputs", count), ir.AttrGraph("body", body)]
-            scan = ir.Node("", "Scan", inputs[:count], attributes, num_outputs=len(body.outputs))
-            for output, chunk in zip(scan.outputs, body.outputs, strict=True):
-                output.type, output.shape = chunk.type, inputs[0].shape
-            tape.append(scan)
-            outputs = list(scan.outputs)
+        outputs = self.emit(Tape(graph), inputs)
         for index, output in zip(self.group.next_values, outputs, strict=True):
             output.name = f"next_{index}"
             graph.outputs.append(output)
         expand(graph)
         return ir.Model(graph, ir_version=IR_VERSION)
+
+
+def _even_rows(total: int, least: int) -> int:
+    """Returns a number of chunks, at least the given one, that needs little or no padding."""
+    parts = total // MULTIPLE
+    even = (rows for rows in range(least, 2 * least) if not total % MULTIPLE and not parts % rows)
+    return next(even, least)
 
 
 def _round_up(size: int, multiple: int) -> int:

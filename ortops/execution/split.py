@@ -110,6 +110,7 @@ def split(
     shown: Container[str],
     *,
     keep: Keep | None = None,
+    alone: float = math.inf,
 ) -> tuple[list[Group], dict[str, str]]:
     """Moves the elementwise updates out of the graph of a step.
 
@@ -123,6 +124,7 @@ def split(
         shown: Outputs to keep.
         keep: Which optimizer nodes to keep in formulas (see `ortops.lowering.lower_ir`); the others
             are lowered, once for all members of a group.
+        alone: The number of elements from which a variable has a group of its own.
 
     Returns:
         The groups, and the updates that remain in the graph.
@@ -139,7 +141,11 @@ def split(
     components = _components(_cone(graph, targets), targets)
     by_signature: dict[object, list[_Component]] = {}
     for component in components:
-        by_signature.setdefault(component.signature(), []).append(component)
+        if not component.reads_itself():
+            continue
+        large = math.prod(_static(component.leaves()[0]) or ()) >= alone
+        key = (component.signature(), id(component) if large else 0)
+        by_signature.setdefault(key, []).append(component)
     packed = [members for members in by_signature.values() if _saves_work(members)]
     components = [component for members in packed for component in members]
     tape = Tape(graph)
@@ -197,6 +203,14 @@ class _Component:
             if value not in inside:
                 found[value] = None
         return list(dict.fromkeys((*found, *self.targets.values())))
+
+    def reads_itself(self) -> bool:
+        """Whether the nodes read a variable that they update, as in a running mean.
+
+        Otherwise, packing would only keep what is written there: moments of 8 bits, for example,
+        are computed from larger tensors.
+        """
+        return not set(self.targets.values()).isdisjoint(_tensors_read(self.nodes))
 
     def scalars(self) -> list[ir.Value]:
         """Returns the 0-d tensors that the nodes read, in this order."""

@@ -14,6 +14,7 @@ from ortops.autodiff.registry import Rules
 from ortops.errors import UnsupportedError
 from ortops.execution.compilation import compiled
 from ortops.execution.cut import Cut, cut, next_values
+from ortops.execution.in_place import check_updates
 from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Packed
 from ortops.execution.sizes import bind_sizes, sizes_in
@@ -30,8 +31,15 @@ from ortops.passes.rematerialization import Checkpoint, Rematerialization, names
 
 __all__ = ["Template"]
 
+_LARGE = 2**15
+"""The elements of a variable from which on it is updated in the backward pass, if this is wanted.
+
+Many smaller ones are updated faster together, and their gradients take little memory.
+"""
+
 
 _NOT_ELEMENTWISE = "it is not elementwise"
+_IN_BACKWARD = "it is part of the backward pass"
 
 
 class Template:
@@ -43,6 +51,7 @@ class Template:
         sessions: Opens the sessions.
         in_place: Whether updates may be in place if their formula allows it.
         recompute: Which activations to keep if the backward pass recomputes the others.
+        in_backward: Whether a variable is updated, in place, once its gradient is there.
 
     Attributes:
         step: The part.
@@ -55,6 +64,7 @@ class Template:
         spins: Whether threads may wait actively for the next run, because no update needs the
             cores.
         gains: Whether graphs for known sizes are faster.
+        in_backward: Whether variables are updated in the backward pass; false in small models.
         extra: Further tensors of the graph that are outputs; those that it does not have are
             ignored.
         overwrites: Whether next values overwrite the present ones in the memory of a device, in a
@@ -72,6 +82,7 @@ class Template:
         *,
         in_place: bool,
         recompute: Checkpoint | None,
+        in_backward: bool = False,
     ) -> None:
         kernels, settings = sessions.kernels, sessions.settings
         self.step = step
@@ -86,16 +97,27 @@ class Template:
         lower_optimizers(graph, Names(graph), lambda node: True)  # into one-tensor nodes
         fold(graph)
         self._next_values = next_values(graph, step.updates)
+        if in_backward:
+            check_updates(step)
+        self.in_backward = in_backward and _size_of(graph, step.parameters) > settings.joined
         self._updates: list[ReplaceableUpdate] = []
         self._dropped = [name for name in step.counts if name not in step.varying]
         groups: list[Group] = []
         self.unpacked: dict[str, str] = dict(step.updates)
         if sessions.device is None:  # device memory cannot be packed
             shown = [*step.outputs, *step.counts]
-            groups, self.unpacked = split(graph, step.updates, step.feeds, shown, keep=self._keep)
+            groups, self.unpacked = split(
+                graph,
+                step.updates,
+                step.feeds,
+                shown,
+                keep=self._keep,
+                alone=_LARGE if self.in_backward else math.inf,
+            )
         elif in_place and _size_of(graph, step.updates) > settings.joined:
             self.overwrites = True
         small = kernels != "python" and sum(group.size for group in groups) <= settings.joined
+        small = small and not self.in_backward
         apart = sessions.on_cpu and not small and kernels != "python"
         if apart and settings.scaled_sums and scaled_sums.has_kernel():
             for group in groups:
@@ -120,16 +142,20 @@ class Template:
         """Returns a group with its memory, and its translation if it is to be compiled now."""
         in_place, settings = in_place and not small, self.sessions.settings
         translation: Translation | None = None
-        if self.sessions.kernels == "compiled":
+        early = self.in_backward and group.size >= _LARGE and len(group.shapes) == 1
+        if self.sessions.kernels == "compiled" and early:
+            names = [name for role in group.roles if role.updated for name in role.names]
+            self.standard |= dict.fromkeys(names, _IN_BACKWARD)
+        elif self.sessions.kernels == "compiled":
             translation = self._translated(group, group.next_values if in_place else ())
         packed = Packed(
             group,
             sys.maxsize if small else settings.chunk,
             self.sessions.threads,
             in_place=in_place,
-            joined=small and translation is None,
+            joined=(small or early) and translation is None,
             always_safe=translation is not None,
-            passed=not small and group.size >= settings.passed,
+            passed=not small and not early and group.size >= settings.passed,
         )
         if translation is not None:
             self.translations[packed] = translation
@@ -149,6 +175,8 @@ class Template:
         self.standard = dict.fromkeys(self.unpacked, _NOT_ELEMENTWISE)
         found: dict[Packed, Translation] = {}
         for packed in self.packed:
+            if packed.joined and self.in_backward:
+                continue
             translation = self._translated(packed.group, packed.overwritten)
             if translation is not None:
                 found[packed] = translation
@@ -273,6 +301,12 @@ class Template:
         Raises:
             UnsupportedError: If the step has no gradients, or several of one parameter.
         """
+        if self.in_backward:
+            raise UnsupportedError(
+                "gradients: with optimizer_in_backward=True the gradients of all parameters never "
+                "exist together, so `gradients`, `apply`, step(reduce=), fit(accumulate=) and "
+                "distributed training are not available; leave out optimizer_in_backward"
+            )
         step = self.step
         roles = [role for packed in self.packed for role in packed.group.roles]
         read = [n for role in roles if not role.updated and not role.fed for n in role.names]

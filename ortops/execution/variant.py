@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.execution.binding import Binding, overwriting
+from ortops.execution.in_place import order_updates, put_updates_behind_gradients
 from ortops.execution.memory import DeviceArray, Memory
 from ortops.execution.onnxruntime_sessions import inputs_here
 from ortops.execution.overwriting import REMOVES_COPIES, copy_last
@@ -21,12 +22,13 @@ from ortops.execution.split import is_scalar
 from ortops.execution.template import Template
 from ortops.graph.element_types import values_of_type
 from ortops.graph.files import external
-from ortops.graph.tensor import Names, Tape
+from ortops.graph.tensor import Names, Tape, op
 from ortops.lowering import to_proto
 from ortops.numbers import Array
 from ortops.passes.blocked import is_mostly_blocked
 from ortops.passes.order import put_last_results_first
 from ortops.passes.quantized_weights import dequantize_products
+from ortops.passes.scaled_sums import expand
 
 __all__ = ["Variant"]
 
@@ -61,9 +63,15 @@ class Variant:
             check_float16()
         self._inputs: SlicesByName = {}
         self._outputs: SlicesByName = {}
+        gradients = list(graph)
         if any(packed.joined for packed in template.packed):
-            self._inputs, self._outputs = _join(graph, template.packed)
-        put_last_results_first(graph)
+            self._inputs, self._outputs = _join(graph, template.packed, template.in_backward)
+        self._safe: set[str] = set()  # outputs that are written to the memory that is read
+        if template.in_backward:
+            self._safe = self._order_updates(graph)
+            put_updates_behind_gradients(graph, gradients)
+        else:
+            put_last_results_first(graph)
         for name, value in list(graph.initializers.items()):
             if not value.uses() and not value.is_graph_output():  # onnxruntime would warn
                 del graph.initializers[name]
@@ -96,6 +104,20 @@ class Variant:
         self.read_elsewhere = {value.name or "" for value in graph.inputs} - self.read_here
         self._updates = template.updates()
 
+    def _order_updates(self, graph: ir.Graph) -> set[str]:
+        """Makes updates in place wait for what reads old values; returns their outputs."""
+        shared: dict[str, list[str]] = {}
+        for name, output in self._template.unpacked.items():
+            shared.setdefault(output, []).append(name)
+        for name, output in zip(self._inputs, self._outputs, strict=True):
+            packed, index = self._inputs[name]
+            first, second = packed.arrays[index]
+            if first is second:
+                shared[output] = [name, *packed.group.roles[index].names]
+        step = self._template.step
+        fixed = {value.name or "" for value in graph.inputs} - set(step.feeds)
+        return order_updates(graph, shared, fixed=fixed, checked=self._outputs)
+
     def bind(
         self,
         buffers: Callable[[str], tuple[Memory, Memory]],
@@ -123,11 +145,18 @@ class Variant:
         written: dict[str, Memory] = {}
         copies: list[tuple[Memory, Memory]] = []
         for name, output in self._template.unpacked.items():
-            target = buffers(name)[1]
+            present, target = buffers(name)
+            elsewhere = self._template.in_backward and output not in self._safe
+            if elsewhere and target is present and output not in written:
+                written[output] = np.empty_like(target)
             if written.setdefault(output, target) is not target:
                 copies.append((written[output], target))
         for name, (packed, index) in self._outputs.items():
-            written[name] = packed.arrays[index][1 - turn]
+            present, target = packed.arrays[index][turn], packed.arrays[index][1 - turn]
+            written[name] = target
+            if target is present and name not in self._safe:
+                written[name] = np.empty_like(target)
+                copies.append((written[name], target))
         types = {value.name: value.dtype for value in self._graph.outputs}
         updates: list[Callable[[Mapping[str, Any]], None]] = []
         scalars: dict[str, Array] = {}
@@ -172,8 +201,16 @@ def _frozen_bytes(graph: ir.Graph) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[SlicesByName, SlicesByName]:
+def _join(
+    graph: ir.Graph, all_packed: list[Packed], in_backward: bool
+) -> tuple[SlicesByName, SlicesByName]:
     """Inserts the packed updates that are joined into the gradient graph.
+
+    Args:
+        graph: The gradient graph.
+        all_packed: All packed updates.
+        in_backward: Whether nodes are added for the scalars of an update, which may wait for others
+            (see `ortops.execution.in_place`).
 
     Returns:
         The inputs and the outputs of the graph that hold packed roles, in the same order.
@@ -190,7 +227,8 @@ def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[SlicesByName, Slic
         if not packed.joined:
             continue
         group = packed.group
-        inputs = packed.inputs(f"{tape.names.unique('packed')}_")
+        rows = None if packed.rows == 1 else packed.rows
+        inputs = packed.inputs(f"{tape.names.unique('packed')}_", rows)
         for index, role in enumerate(group.roles):
             if role.updated:
                 graph.inputs.append(inputs[index])
@@ -198,11 +236,14 @@ def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[SlicesByName, Slic
             else:
                 inputs[index] = packed.pack(tape, [values[name] for name in role.names])
         scalars = [outputs[name] for name in group.scalars]
-        results = group.emit(tape, [*inputs[: len(group.roles)], *scalars])
+        own = [op.Identity(tape.tensor(v)).value if in_backward else v for v in scalars]
+        results = packed.emit(tape, [*inputs[: len(group.roles)], *own])
         taken = {*scalars, *(values[n] for r in group.roles if not r.updated for n in r.names)}
         kept = [v for v in graph.outputs if v not in taken or v.name in read_apart]
         graph.outputs.clear()
         graph.outputs.extend([*kept, *results])
         for index, result in zip(group.next_values, results, strict=True):
             new_outputs[result.name or ""] = (packed, index)
+    if in_backward:
+        expand(graph)
     return new_inputs, new_outputs

@@ -87,22 +87,27 @@ def adam8bit(
     x_new, m, n = adamw_after_correction(
         r, t, *inputs, alpha=alpha, beta=beta, epsilon=epsilon, weight_decay=weight_decay
     )
-    flat = xp.reshape(x_new, (-1,))[: math.prod(x.shape)]
+    size = math.prod(x.shape)
+    if size < blocks * length:
+        x_new = xp.reshape(x_new, (1, -1))[:, :size]
     magnitudes = xp.abs(m)
     v_scale_new, position = _positions(magnitudes, 1)
     h_scale_new, place = _positions(n, 2)
     v_new = xp.maximum(xp.sign(m) * position + 127.0, 0.0)  # there is no code for -1
     codes = v_new.astype(np.uint8), (place - 1.0).astype(np.uint8)
-    return arrays(xp.reshape(flat, x.shape), codes[0], v_scale_new, codes[1], h_scale_new)
+    return arrays(xp.reshape(x_new, x.shape), codes[0], v_scale_new, codes[1], h_scale_new)
 
 
 def _in_blocks(x: Any, blocks: int, length: int) -> Any:
-    """Returns the elements as a matrix with a row for each block."""
+    """Returns the elements as a matrix with a row for each block.
+
+    It makes no vectors, because onnx's shape inference would list all their elements.
+    """
     xp = x.__array_namespace__()
-    flat = xp.reshape(x, (-1,))
     if missing := blocks * length - math.prod(x.shape):
-        flat = xp.concat([flat, np.zeros(missing, x.dtype)], axis=0)
-    return xp.reshape(flat, (blocks, length))
+        zeros = np.zeros((1, missing), x.dtype)
+        x = xp.concat([xp.reshape(x, (1, -1)), zeros], axis=1)
+    return xp.reshape(x, (blocks, length))
 
 
 def _positions(magnitudes: Any, first: int) -> tuple[Any, Any]:

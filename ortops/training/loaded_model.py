@@ -16,10 +16,11 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 
+from ortops.arguments import boolean
 from ortops.autodiff.rules import RULES
 from ortops.errors import ArgumentError, ModelError, OrtopsError, UnknownVariableError, did_you_mean
 from ortops.execution.execution import Execution, output_labels
-from ortops.execution.memory import give_back
+from ortops.execution.memory import fetch, give_back
 from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.providers import choose_providers
 from ortops.execution.settings import Settings
@@ -156,6 +157,7 @@ class LoadedModel:
         recompute: Checkpoint | None,
         outputs: Sequence[str] | None,
         settings: Settings | None,
+        optimizer_in_backward: bool = False,
     ) -> None:
         self.light, self.entries = copy_to_memory(model, entry)
         self.loaded = self.entries
@@ -195,6 +197,7 @@ class LoadedModel:
             providers=self.providers,
             recompute=self._in_training_mode(recompute),
             names=names,
+            in_backward=boolean("optimizer_in_backward", optimizer_in_backward),
         )
         execution = self.execution = self._open(self.steps, given)
         self.given = self._without_computed(given)
@@ -346,7 +349,9 @@ class LoadedModel:
 
     def initial_values(self, number: int) -> dict[str, Array]:
         """Runs the initialization graph of a training_info entry."""
-        return initial_values(self.light, number, self.arrays(), self.options)
+        # For their shapes; `arrays` would refuse them after an update that failed.
+        variables = {n: fetch(each.buffers[0]) for n, each in self.execution.variables.items()}
+        return initial_values(self.light, number, variables, self.options)
 
     @property
     def loss(self) -> str:

@@ -94,6 +94,15 @@ class TrainingSession:
             rounding. By default, all activations are kept.
         outputs: The names of the model's outputs that `step` can return in addition to the losses;
             by default, all outputs that the loss depends on. Fewer outputs take less memory.
+        optimizer_in_backward: Whether the backward pass updates each parameter, in place, as soon
+            as its gradient is there, so that the gradients of all parameters never exist together.
+            The bits stay the same. It excludes what needs all gradients at once: ``clip_norm``,
+            `gradients` and `apply`, ``step(reduce=)``, ``fit(accumulate=)``, distributed training,
+            the loss scaling of float16, and optimizers such as Prodigy. A step that fails leaves
+            the session unusable until `reset`. Models with up to 2¹⁸ parameters are updated as
+            without it.
+            Source: Lv and others, "Full Parameter Fine-tuning for Large Language Models with
+            Limited Resources", 2023.
         settings: How steps are executed, for measurements and tests. Results stay the same up to
             rounding.
         checkpoint: Deprecated; the former name of ``recompute``.
@@ -138,6 +147,7 @@ class TrainingSession:
         providers: Sequence[Any] | None = None,
         recompute: Checkpoint | None = None,
         outputs: Sequence[str] | None = None,
+        optimizer_in_backward: bool = False,
         settings: Settings | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
@@ -152,6 +162,7 @@ class TrainingSession:
             recompute=recompute,
             outputs=outputs,
             settings=settings,
+            optimizer_in_backward=optimizer_in_backward,
         )
         self._arguments: dict[str, Any] = {
             "kernels": kernels,
@@ -159,6 +170,7 @@ class TrainingSession:
             "providers": providers,
             "recompute": recompute,
             "outputs": outputs,
+            "optimizer_in_backward": optimizer_in_backward,
             "settings": settings,
         }
         self._steps = Steps(self._loaded)

@@ -1,0 +1,309 @@
+"""Updates in the backward pass: the same bits, in less memory, and only after the last reader.
+
+Whether a writer waits is read from the graph that onnxruntime runs, as it wrote it to a file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import ortops
+from ortops import ArgumentError, Tape, TrainingSession, UnsupportedError, build_training_model, op
+from ortops.execution.settings import Settings
+from ortops.graph.tensor import IR_VERSION
+from ortops.lowering import to_proto
+from ortops.optimizers import Adam, Adam8bit, Momentum
+
+WIDTH, DEPTH, ROWS = 192, 3, 6  # 192² elements, more than a variable needs to be updated early
+VIEWS = ("Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten")
+APART = Settings(joined=-1)
+"""Small models are otherwise updated as without the option."""
+
+
+def a_model(*, dropout: bool = False, shared: bool = False) -> onnx.ModelProto:
+    """Returns layers with skip connections; with ``shared``, two of them have one weight."""
+    rng = np.random.default_rng(0)
+    with Tape(name="layers") as tape:
+        x = tape.input("x", np.float32, ["batch", WIDTH])
+        weights = [
+            tape.initializer(f"w{i}", rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 14)
+            for i in range(DEPTH)
+        ]
+        for number, weight in enumerate([*weights, weights[0]] if shared else weights):
+            bias = tape.initializer(f"b{number}", rng.normal(size=WIDTH).astype(np.float32))
+            hidden = op.Tanh(x @ weight + bias)
+            if dropout:
+                hidden, _ = op.Dropout(hidden, np.float32(0.25), outputs=2)
+            x = op.LayerNormalization(
+                x + hidden, tape.initializer(f"scale{number}", np.ones(WIDTH, np.float32))
+            )
+        tape.output(x, "y")
+    return tape.model()
+
+
+def batches(count: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(1)
+    return [
+        {name: rng.standard_normal((ROWS, WIDTH), np.float32) for name in ("x", "targets")}
+        for _ in range(count)
+    ]
+
+
+def build(optimizer: Any = "Adam", model: Any = None, **settings: Any) -> onnx.ModelProto:
+    return build_training_model(
+        model or a_model(), loss="MeanSquaredError", optimizer=optimizer, **settings
+    )
+
+
+def session(model: Any, **settings: Any) -> TrainingSession:
+    return TrainingSession(model, **{"optimizer_in_backward": True, "settings": APART, **settings})
+
+
+def assert_equal(first: TrainingSession, second: TrainingSession) -> None:
+    assert first.state.keys() == second.state.keys()
+    for name, array in first.state.items():
+        np.testing.assert_array_equal(second.state[name], array, strict=True, err_msg=name)
+
+
+RATE = ortops.schedules.cosine(1e-2, steps=5)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{name: ({"optimizer": name}, {}) for name in sorted(ortops.optimizers.OPTIMIZERS)},
+    "averages": ({"ema_decay": 0.75}, {}),
+    "groups": ({"groups": {"w1": {"learning_rate": 1e-2, "norm_coefficient": 0.5}}}, {}),
+    "schedule": ({"optimizer": Adam(RATE), "clip_value": 0.01}, {}),
+    "dropout": ({"model": a_model(dropout=True)}, {}),
+    "shared weight": ({"model": a_model(shared=True)}, {}),
+    "recompute": ({"model": a_model(dropout=True)}, {"recompute": "sqrt"}),
+    "some": ({"trainable": ["w1", "b*"]}, {}),
+}
+del CASES["Prodigy"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_are_those_of_other_sessions(name: str, tmp_path: Path) -> None:
+    """Also after saving, in `run_steps`, in the middle of an evaluation, and after `reset`."""
+    building, running = CASES[name]
+    model = build(**building)
+    ordinary = session(model, optimizer_in_backward=False, **running)
+    early = session(model, **running)
+    for batch in batches(3):
+        first, second = (each.step(batch) for each in (ordinary, early))
+        for key, array in first.items():
+            np.testing.assert_array_equal(second[key], array)
+    assert_equal(ordinary, early)
+    early.save(tmp_path / "saved.onnx")
+    early = session(tmp_path / "saved.onnx", **running)
+    np.testing.assert_array_equal(early.run_steps(batches(2)), ordinary.run_steps(batches(2)))
+    assert_equal(ordinary, early)
+    early.reset()
+    ordinary.reset()
+    early.step(batches(1)[0])
+    assert early.steps_done == 1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_large_variables_are_updated_in_pieces(rows: int) -> None:
+    settings = Settings(joined=-1, chunk=WIDTH * WIDTH // rows)
+    model = build()
+    sessions = [session(model, settings=settings, optimizer_in_backward=e) for e in (0 > 1, True)]
+    (packed, *_) = (p for p in sessions[1]._execution._templates[0].packed if p.joined)
+    assert packed.rows == rows
+    for batch in batches(3):
+        for each in sessions:
+            each.step(batch)
+    assert_equal(*sessions)
+
+
+def optimized(trained: TrainingSession, path: Path) -> onnx.GraphProto:
+    """Returns the graph that onnxruntime runs in a step."""
+    (variant,) = trained._execution._caches[0]._general.variants  # type: ignore[union-attr]
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(path)
+    options.log_severity_level = 3
+    proto = to_proto(ir.Model(variant._graph, ir_version=IR_VERSION))
+    onnxruntime.InferenceSession(proto.SerializeToString(), options)
+    return onnx.load(path).graph
+
+
+def read(node: onnx.NodeProto) -> set[str]:
+    """Returns all names that a node and its subgraphs read."""
+    names = set(node.input)
+    for attribute in node.attribute:
+        for inner in attribute.g.node:
+            names |= read(inner)
+    return names
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adam8bit", "LAMB", "Adafactor"])
+def test_what_writes_a_variable_follows_from_all_that_read_it(
+    optimizer: str, tmp_path: Path
+) -> None:
+    trained = session(build(optimizer, a_model(shared=True)))
+    trained.step(batches(1)[0])
+    (variant,) = trained._execution._caches[0]._general.variants  # type: ignore[union-attr]
+    binding = variant.bind(trained._execution._buffers_of(0)(0, 0), 0)
+    graph = optimized(trained, tmp_path / "step.onnx")
+    writers = {name: node for node in graph.node for name in node.output}
+    before: dict[str, set[str]] = {}  # the outputs of all ancestors, by output
+    for node in graph.node:
+        found = set(node.output)
+        for name in read(node):
+            found |= before.get(name, set())
+        before |= dict.fromkeys(node.output, found)
+
+    def place(memory: Any) -> tuple[int, int]:
+        return memory.__array_interface__["data"][0], memory.nbytes
+
+    checked = 0
+    for output, target in binding.written.items():
+        alike = {n for n, m in binding.read.items() if place(m)[0] == place(target)[0]}
+        if not alike or target.size < WIDTH * WIDTH:
+            continue
+        aliases = set(alike)  # what may have the memory of the variable
+        for node in graph.node:
+            if node.op_type in VIEWS and node.input[0] in aliases:
+                aliases |= set(node.output)
+        for node in graph.node:
+            if read(node) & aliases and node.output[0] not in aliases:
+                assert set(node.output) & before[output] or node is writers[output], node.name
+                checked += 1
+    assert checked > 2 * DEPTH
+
+
+def test_gradients_do_not_exist_together() -> None:
+    """Each large variable is written in the graph, and no gradient is an output."""
+    trained = session(build())
+    trained.step(batches(1)[0])
+    (variant,) = trained._execution._caches[0]._general.variants  # type: ignore[union-attr]
+    template = trained._execution._templates[0]
+    assert sum(packed.joined for packed in template.packed) == DEPTH
+    sizes = {
+        value.name: int(np.prod(value.shape.numpy()))
+        for value in variant._graph.outputs
+        if value.shape is not None and value.shape.is_static()
+    }
+    large = {name for name, size in sizes.items() if size >= WIDTH * WIDTH}
+    assert large == variant._outputs.keys()  # the next values of a weight and two moments
+    assert len(large) == 3 * DEPTH
+    for packed in template.packed:
+        assert all(first is second for first, second in packed.arrays.values())
+
+
+def test_small_models_are_updated_as_before() -> None:
+    trained = TrainingSession(build(), optimizer_in_backward=True)
+    assert not trained._execution._in_backward
+    trained.gradients(batches(1)[0])
+
+
+def test_two_buffers_are_used_in_turn() -> None:
+    """Lion reads its old mean after the new one could be there."""
+    model = build("Lion")
+    ordinary, early = session(model, optimizer_in_backward=False), session(model)
+    arrays = [a for p in early._execution._templates[0].packed for a in p.arrays.values()]
+    assert any(first is not second for first, second in arrays)
+    for batch in batches(3):
+        ordinary.step(batch)
+        early.step(batch)
+    assert_equal(ordinary, early)
+
+
+def test_a_step_that_fails_says_that_variables_are_between_two_steps() -> None:
+    trained = session(build())
+    trained.step(batches(1)[0])
+    cached = trained._execution._caches[0]._general
+    assert cached is not None
+    for binding in cached.bindings[0]:
+        binding.session = None
+        binding.updates = [lambda feeds: 1 / 0]  # type: ignore[list-item, return-value]
+    with pytest.raises(ZeroDivisionError):
+        trained.step(batches(1)[0])
+    with pytest.raises(ortops.OrtopsError, match="left the variables between two steps"):
+        trained.step(batches(1)[0])
+    trained.reset()
+    assert_equal(trained, session(build()))
+
+
+class Two:
+    """Says that there is another process."""
+
+    rank, size = 0, 2
+
+    def sum(self, array: Any) -> None:
+        raise AssertionError
+
+    def broadcast(self, array: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda s, batch: s.gradients(batch),
+        lambda s, batch: s.apply({}),
+        lambda s, batch: s.step(batch, reduce=lambda gradients: None),
+        lambda s, batch: s.fit([batch] * 4, accumulate=2, progress=False),
+        lambda s, batch: ortops.distributed.join(s, Two()),
+    ],
+    ids=["gradients", "apply", "reduce", "accumulate", "distributed"],
+)
+def test_what_needs_all_gradients_is_refused(use: Any) -> None:
+    trained = session(build())
+    with pytest.raises(ortops.OrtopsError, match="leave out optimizer_in_backward"):
+        use(trained, batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    "building", [{"clip_norm": 1.0}, {"optimizer": "Prodigy"}], ids=["clip_norm", "Prodigy"]
+)
+def test_updates_that_read_other_gradients_are_refused(building: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"the update of '\w+' reads the gradients of 9 par"):
+        session(build(**building))
+
+
+def test_what_it_does_not_go_with_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"optimizer_in_backward .* kernels='python'"):
+        session(build(), kernels="python")
+    with pytest.raises(ArgumentError, match="optimizer_in_backward must be True or False, got 1"):
+        session(build(), optimizer_in_backward=1)
+    both = ortops.add_training(
+        build(trainable=["w1"]),
+        loss="MeanSquaredError",
+        optimizer=Momentum(),
+        trainable=["w0"],
+        name="other",
+    )
+    with pytest.raises(UnsupportedError, match=r"2 training_info entries; choose one"):
+        session(both)
+    session(both, entry="other").step(batches(1)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.optional("numba", "compiled")
+def test_the_rest_may_be_compiled() -> None:
+    model = build(Adam8bit(min_8bit_size=2**31))
+    ordinary, early = (
+        session(model, optimizer_in_backward=False),
+        session(model, kernels="compiled"),
+    )
+    assert "b0" in early.compiled
+    assert "w0" not in early.compiled
+    for batch in batches(2):
+        ordinary.step(batch)
+        early.step(batch)
+    assert_equal(ordinary, early)
+
+
+def test_fit_trains() -> None:
+    data = {name: np.concatenate([b[name] for b in batches(4)]) for name in ("x", "targets")}
+    sessions = [session(build(), optimizer_in_backward=e) for e in (False, True)]
+    for each in sessions:
+        each.fit(data, epochs=2, batch_size=ROWS, validation=data, progress=False)
+    assert sessions[1].steps_done == 8
+    assert_equal(*sessions)
