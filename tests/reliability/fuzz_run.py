@@ -36,6 +36,9 @@ MEMORY = 8 * 2**30
 SECONDS = 120
 """That a case may take before it counts as a hang; on an idle machine, none takes more than two."""
 
+MOST = {"parquet": 1000}
+"""Cases of a kind at most: pyarrow 26.0.1 ends the process at one in some thousand files."""
+
 NUMBERS = [0, 1, -1, 2, 255, 2**15, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, 2**64, -(2**63), 10**30]
 TEXTS = ["", "\0", "../../etc/passwd", "/dev/zero", "NaN", "é", "\ud800", "a" * 10_000, "]" * 200]
 VALUES = [None, True, [], {}, 1.5, float("nan"), 1e308, *NUMBERS, *TEXTS]
@@ -200,7 +203,7 @@ def main(folder: Path, seed: str, cases: int, seconds: float, kinds: list[str]) 
     LIMITS.data_bytes = 2**30
     for kind in kinds:
         end = time.monotonic() + seconds / len(kinds)
-        for number in range(cases):
+        for number in range(min(cases, MOST.get(kind, cases))):
             if time.monotonic() > end:
                 break
             tell("begun", kind, number)
