@@ -71,6 +71,17 @@ CASES: dict[str, tuple[onnx.ModelProto, Arrays, list[str]]] = {
 }
 
 
+@pytest.mark.parametrize(("name", "value"), [("x", np.nan), ("x", np.inf), ("targets", np.nan)])
+def test_data_that_are_not_finite(name: str, value: float) -> None:
+    data = rows()
+    data[name][5, 0] = value
+    with pytest.raises(DivergedError) as caught:
+        session(parsed("y = Identity(a)")).fit(data, **arguments())
+    size = 2 * data[name].shape[1]
+    expected = f"'{name}' is {value} at [1, 0], and 1 of its {size} values are not finite"
+    assert str(caught.value).endswith(f"at step 3: {expected}, in the data")
+
+
 @pytest.mark.parametrize("stop_on_nan", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)

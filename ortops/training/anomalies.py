@@ -122,11 +122,15 @@ class Anomalies:
             part.run({**self._before, **batch})
             ends = [loss] if not _is_finite(part.values[loss]) else [*gradients.values()]
             origin = part.origin(ends)
+            which = f" of part {number} of {len(batches)}" if len(batches) > 1 else ""
             if origin is not None:
                 forward = origin.node.output[0] in part.before(loss)
                 where = "forward" if forward else "backward"
-                which = f" of part {number} of {len(batches)}" if len(batches) > 1 else ""
                 return f"{part.describe(origin)} in the {where} pass{which}"
+            if not all(_is_finite(part.values[end]) for end in ends):
+                wrong = [name for name, array in batch.items() if not _is_finite(array)]
+                if wrong:
+                    return f"{_described(wrong[0], batch[wrong[0]])}, in the data{which}"
         apply = _PartOfStep.of(model, self._entry, "apply")
         given: dict[str, str] = json.loads(apply.note(GRADIENTS_KEY))
         feeds = {**self._before, **batches[-1], **part.values}
@@ -250,12 +254,8 @@ class _PartOfStep:
     def describe(self, origin: _Origin) -> str:
         """Returns the node, what it made and of what."""
         node, output = origin
-        array = self.values[output]
-        value, place, count = _first(array)
         name = f" '{node.name}'" if node.name else ""
-        shown = self._names.get(output, output)
-        made = f"'{shown}' is {value} at {place}, and {count} of its {array.size} values are not "
-        made += "finite"
+        made = _described(self._names.get(output, output), self.values[output])
         inputs = []
         for each in dict.fromkeys(_inputs(node)):
             given = self.values.get(each)
@@ -279,6 +279,12 @@ def _inputs(node: onnx.NodeProto) -> list[str]:
 
 def _is_finite(array: Array | None) -> bool:
     return array is None or array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
+
+
+def _described(name: str, array: Array) -> str:
+    """Returns which values of a tensor are not finite."""
+    value, place, count = _first(array)
+    return f"'{name}' is {value} at {place}, and {count} of its {array.size} values are not finite"
 
 
 def _first(array: Array) -> tuple[Any, list[int], int]:
