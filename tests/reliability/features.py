@@ -317,7 +317,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "these models have two inputs",
-        lambda data, model: data == "single array" and model in ("tokens", "stateful"),
+        lambda data, model: data == "single array" and model.split()[0] in ("tokens", "stateful"),
     ),
     Rule(
         "of an exported model the opset is the exporter's choice",
