@@ -64,6 +64,7 @@ class Peer:
         update: Whether it supports updates alone.
         exported: Whether it supports training steps of exporters' files.
         networks: The networks that exporters' files may have; all if none are listed.
+        without: Networks of them that it does not support.
         optimizers: The optimizers that it supports.
         start: Whether its start-up time and memory are measured.
     """
@@ -77,6 +78,7 @@ class Peer:
     update: bool = True
     exported: bool = True
     networks: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     start: bool = False
 
@@ -89,7 +91,8 @@ class Peer:
         """Returns whether it supports a task, if its requirements are installed."""
         kind = self.update if network == UPDATE else self.training
         if exported:
-            kind = kind and self.exported and (not self.networks or network in self.networks)
+            fits = network not in self.without and network in (self.networks or (network,))
+            kind = kind and self.exported and fits
         return kind and optimizer in self.optimizers
 
     def missing(self) -> str:
@@ -129,7 +132,14 @@ PEERS: Mapping[str, Peer] = {
         update=False,
         exported=False,
     ),
-    STEP_GRAPH: Peer("with_step_graph", {"target": "onnxruntime"}, "onnxruntime", update=False),
+    # A step graph for any sizes cannot clamp the kernel of EfficientNet's last pooling.
+    STEP_GRAPH: Peer(
+        "with_step_graph",
+        {"target": "onnxruntime"},
+        "onnxruntime",
+        update=False,
+        without=("efficientnet in training mode",),
+    ),
     "ortops, step graph for any runtime": Peer(
         "with_step_graph", {"target": None}, "onnxruntime", update=False, exported=False
     ),

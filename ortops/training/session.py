@@ -225,6 +225,7 @@ class TrainingSession:
         """The variables whose updates are compiled, now or after some steps; see `compiled`.
 
         Example:
+            >>> import ortops
             >>> from models import line
             >>> ortops.TrainingSession(line.session().model(), kernels="onnx").compilable
             ()
