@@ -239,6 +239,7 @@ class Case:
         is_exact: Whether no step needs rounding.
         dtype: The type of the inputs, of exact files.
         predicted: Which outputs are predicted; all if None.
+        entries: The arguments of `ortops.add_training` for each further training algorithm.
     """
 
     model: Callable[..., onnx.ModelProto]
@@ -249,6 +250,7 @@ class Case:
     is_exact: bool = False
     dtype: Any = np.float32
     predicted: Sequence[str] | None = None
+    entries: Sequence[Mapping[str, Any]] = ()
 
 
 def exact_case(**settings: Any) -> Case:
@@ -357,6 +359,23 @@ LATER = {
 }
 """What there is since the first files."""
 
+SEVERAL = {
+    "two_entries": Case(
+        classifier,
+        lambda seed: labelled(5, seed=seed),
+        {"loss": "SoftmaxCrossEntropy", "optimizer": o.Adam(0.05), "trainable": ["w1"]},
+        entries=[
+            {
+                "loss": "SoftmaxCrossEntropy",
+                "optimizer": o.Momentum(0.05),
+                "trainable": ["logits.w2", "b1"],
+                "name": "head",
+            }
+        ],
+    ),
+}
+"""Files with several training algorithms."""
+
 ADAPTERS = {
     "trainable_float": adapted(layers),
     "trainable_int4_matmul_nbits": adapted(lambda: quantized("matmul_nbits")),
@@ -377,7 +396,10 @@ def write_trainable(folder: Path, cases: Mapping[str, Case]) -> None:
     """Writes trainable files, and the results of training each of them."""
     for name, case in cases.items():
         model, batches = made(case)
-        session = TrainingSession(build_training_model(model, **case.settings))
+        trainable = build_training_model(model, **case.settings)
+        for entry in case.entries:
+            trainable = ortops.add_training(trainable, **entry)
+        session = TrainingSession(trainable)
         for batch in batches[: case.before]:
             session.step(batch)
         path = folder / f"{name}.onnx"
@@ -783,6 +805,7 @@ PARTS: dict[str, Callable[[Path], None]] = {
     "features": functools.partial(write_trainable, cases=FEATURES),
     "exact": functools.partial(write_trainable, cases=EXACT),
     "later": functools.partial(write_trainable, cases=LATER),
+    "entries": functools.partial(write_trainable, cases=SEVERAL),
     "resume": write_resumed,
     "command_line": write_command_line,
     "lora": write_lora,

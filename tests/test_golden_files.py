@@ -200,6 +200,7 @@ def test_there_are_files_of_every_kind() -> None:
     assert first >= {"two_losses", "lifted_weights", "external_data", "from_opset_11", "float16"}
     later = {golden.name for golden in TRAINABLE if golden.archive.stem == "later"}
     assert later >= {"adam8bit", "prodigy", "quantile", "schedule_free", "smoothed_weighted"}
+    assert "two_entries" in {golden.name for golden in TRAINABLE}
     for kind in (RESUMED, COMMANDS, ADAPTERS, EXPORTED, STEP_GRAPHS):
         assert kind
 
