@@ -80,11 +80,13 @@ def _line(work: str, by_peer: Mapping[str, Any], results: Mapping[str, Any]) -> 
 def short(measured: Measured) -> Iterator[str]:
     """Yields the lines for the README: the median and the worst workload of each CPU."""
     yield (
-        "Time of a training step, compared with the fastest of PyTorch (eager with fused Adam, and "
-        "compiled) and JAX;"
+        "Time of a training step, compared with the fastest peer that was measured (PyTorch, eager "
+        "and compiled; JAX);"
     )
-    yield "start and memory, with PyTorch eager. **Below 1, ortops is faster or smaller.**"
-    yield "[All workloads, and how they were measured](ortops/docs/speed.md)."
+    yield (
+        "start and memory, with PyTorch eager. **Below 1, ortops is faster or smaller.** "
+        "[All workloads](ortops/docs/speed.md)."
+    )
     yield ""
     yield _row("CPU", "workloads", "step: median, worst", "start", "memory")
     yield _row(*["---"] * 5)
