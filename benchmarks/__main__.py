@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--part",
         choices=PARTS,
         action="append",
-        help="only steps, starts, or comparisons of ortops with itself",
+        help="only steps, starts, or comparisons of ortops with itself and products of matrices",
     )
     parser.add_argument(
         "--rounds", type=int, help="rounds of measurements, and the maximum number of starts"
@@ -160,10 +160,9 @@ def _measure(
         report.creation = own.creation_seconds(effort.starts)
         report.imports = own.import_seconds(effort.starts)
         report.fits = own.fit_ratios(optimizer, effort)
+        with worker() as submit:
+            report.products = submit(machine.product_speeds, rounds=effort.rounds).result()
         save()
-    with worker() as submit:
-        report.products = submit(machine.product_speeds, rounds=effort.rounds).result()
-    save()
     print(report.markdown())
     if output is not None:
         report.write(output)

@@ -96,7 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = read(options.data) if options.data else cases()
     chosen = _chosen(known, options.only, not options.without_proposals)
     if not chosen:
-        parser.error("there is no such case")
+        parser.error(
+            "--only must match the name of a case, such as 'test_adam_*', got "
+            f"{options.only!r}, which matches none of {len(known)}"
+        )
     try:
         backends = {name: _backend(name) for name in options.backend}
     except ValueError as error:
