@@ -55,6 +55,11 @@ _HALFWAY = (
     "saved file, or call reset()"
 )
 
+_HALF_SET = (
+    "session: setting variables failed ({}), so that only some of them have their new values; "
+    "continue from a saved file, or call reset()"
+)
+
 
 class Execution:
     """Runs the steps of a training algorithm.
@@ -332,7 +337,11 @@ class Execution:
         def change() -> None:
             turns, made = self._shared.position
             targets = {name: self.variables[name].buffers[self._turn_of(name)] for name in values}
-            put_all(targets, values)
+            try:
+                put_all(targets, values)
+            except BaseException as error:
+                self._shared.failed = _HALF_SET.format(error)
+                raise
             self._shared.position = (turns, made if steps_made is None else steps_made)
             if values.keys() >= self.variables.keys():
                 self._shared.failed = ""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import onnx
+import onnx.utils
 import onnx_ir as ir
 import onnxruntime
 
@@ -43,6 +45,9 @@ _FAST = frozenset(
 )
 """Operators whose time is proportional to the size of their inputs and outputs."""
 
+_CONSTANT = frozenset({"Constant", "ConstantOfShape", "Identity"})
+"""Operators whose outputs are computed one at a time, when they are read."""
+
 
 @convert.blame_model
 def initial_values(
@@ -50,10 +55,12 @@ def initial_values(
     entry: int,
     variables: Mapping[str, Array],
     options: onnxruntime.SessionOptions | None,
-) -> dict[str, Array]:
-    """Returns the values that the initialization graph of a training_info entry computes.
+) -> dict[str, Callable[[], Array]]:
+    """Runs the initialization graph of a training_info entry.
 
-    It runs on the CPU, so that training starts with the same bits on any device.
+    It runs on the CPU, so that training starts with the same bits on any device. Constants, such as
+    the zeros that most optimizers start from, are computed one at a time, each time they are read,
+    so that they are not all in memory at once.
 
     Args:
         model: A light trainable model; not changed.
@@ -62,7 +69,7 @@ def initial_values(
         options: The user's options for the session.
 
     Returns:
-        The values of the bound variables by name.
+        For each bound variable, a function that returns its value.
 
     Raises:
         ModelError: If the graph is not valid, its values do not fit the variables, or it exceeds
@@ -89,6 +96,8 @@ def initial_values(
     is_fast = _check_sizes(bare, names, variables, entry)
     values = list(dict.fromkeys(names.values()))
     whole = LightModel(started, model.data).attach()
+    if is_fast and _is_constant(started.graph, values):
+        return _read_one_by_one(whole, names)
     if is_fast or math.isinf(LIMITS.initialization_seconds):
         outputs = _run_here(whole, values, what, options)
     else:
@@ -101,7 +110,29 @@ def initial_values(
             memory=_memory(variables),
         )
         outputs = dict(zip(values, found, strict=True))
-    return {name: outputs[value] for name, value in names.items()}
+    return {name: functools.partial(outputs.__getitem__, value) for name, value in names.items()}
+
+
+def _is_constant(graph: onnx.GraphProto, values: Sequence[str]) -> bool:
+    """Whether values are outputs of nodes that compute constants."""
+    made = {name for node in graph.node for name in node.output}
+    is_plain = not graph.sparse_initializer and not graph.quantization_annotation
+    return is_plain and made >= set(values) and all(n.op_type in _CONSTANT for n in graph.node)
+
+
+def _read_one_by_one(
+    model: onnx.ModelProto, names: Mapping[str, str]
+) -> dict[str, Callable[[], Array]]:
+    """Returns a function for each variable that runs only the nodes that compute its value."""
+    extractor = onnx.utils.Extractor(model)
+
+    def read(value: str) -> Array:
+        part = extractor.extract_model([], [value])
+        with _unoptimized(None) as chosen:
+            session = InferenceSession(part, chosen, [CPU], kernels="onnx")
+        return run_session(session, {}, [value])[value]
+
+    return {name: functools.partial(read, value) for name, value in names.items()}
 
 
 def _memory(variables: Mapping[str, Array]) -> int:
@@ -144,14 +175,18 @@ def _run_here(
 def _unoptimized(
     options: onnxruntime.SessionOptions | None,
 ) -> Iterator[onnxruntime.SessionOptions]:
-    """Yields options without optimizations, which would evaluate the graph without a time limit."""
+    """Yields options without optimizations, which would evaluate the graph without a time limit.
+
+    Memory is freed at once, instead of being kept for the next run.
+    """
     chosen = onnxruntime.SessionOptions() if options is None else options
-    level = chosen.graph_optimization_level
+    level, arena = chosen.graph_optimization_level, chosen.enable_cpu_mem_arena
     chosen.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    chosen.enable_cpu_mem_arena = False
     try:
         yield chosen
     finally:
-        chosen.graph_optimization_level = level
+        chosen.graph_optimization_level, chosen.enable_cpu_mem_arena = level, arena
 
 
 def _without_shapes(model: onnx.ModelProto) -> onnx.ModelProto:

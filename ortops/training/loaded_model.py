@@ -347,8 +347,8 @@ class LoadedModel:
         """Returns the memory of the variables, to be read while the lock is held."""
         return {name: self.execution.present(name) for name in self.execution.variables}
 
-    def initial_values(self, number: int) -> dict[str, Array]:
-        """Runs the initialization graph of a training_info entry."""
+    def initial_values(self, number: int) -> dict[str, Callable[[], Array]]:
+        """Runs the initialization graph of an entry; returns functions that return its values."""
         # For their shapes; `arrays` would refuse them after an update that failed.
         variables = {n: fetch(each.buffers[0]) for n, each in self.execution.variables.items()}
         return initial_values(self.light, number, variables, self.options)
@@ -468,7 +468,8 @@ class LoadedModel:
         then to the results of the initialization graph (optimizer state, step, learning rate).
 
         A session on a file keeps it open and reads the values from it again, instead of holding a
-        second copy in memory. In the meantime another file may take its name, as with `save`.
+        second copy in memory. In the meantime another file may take its name, as with `save`. All
+        values are read one at a time: first to check them, and then to set the variables.
 
         Raises:
             ModelError: If the file was changed in place; the session is left unchanged.
@@ -481,14 +482,15 @@ class LoadedModel:
             >>> session.steps_done, session.state["w"].item()
             (0, 0.0)
         """
-        given, state = dict(self.given), self.state  # read before anything is changed
-        arrays = {name: functools.partial(given.__getitem__, name) for name in given}
+        state = self.state
+        arrays = {name: functools.partial(self.given.__getitem__, name) for name in self.given}
         for number in self.loaded:
             found = run_uninterrupted(functools.partial(self.initial_values, number))
-            for name, array in found.items():
+            for name, read in found.items():
                 if name in self.execution.variables:
-                    state.check(name, array)
-                    arrays[name] = functools.partial(state.check, name, array)  # one at a time
+                    arrays[name] = functools.partial(_checked, state, name, read)
+        for read in arrays.values():
+            read()  # fails before anything is changed
         self.assign(Values(arrays), steps_made=0)
         self.resume_state.set(None)
 
@@ -532,6 +534,11 @@ class LoadedModel:
                 "set the variables that it uses through `state`"
             )
         return rates
+
+
+def _checked(state: State, name: str, read: Callable[[], Array]) -> Array:
+    """Returns a value that a variable can have."""
+    return state.check(name, read())
 
 
 def _check_outputs(proto: onnx.ModelProto, outputs: Sequence[str]) -> None:
