@@ -151,6 +151,24 @@ def test_random_convolutions(seed: int) -> None:
     assert "Conv" in kernels(check(build, shapes))
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_weights_from_strips_of_few_images(seed: int) -> None:
+    """Of large images as well, whose strips are many."""
+    rng = np.random.default_rng(seed)
+    strides = rng.integers(1, 3, 2)
+    kernel = [int(step + rng.integers(1, 3)) for step in strides]
+    dilations = [int(rng.integers(1, 3)), 1]
+    extents = [(size - 1) * d + 1 for size, d in zip(kernel, dilations, strict=True)]
+    pads = [int(rng.integers(0, extent)) for extent in extents * 2]
+    height, width = (extent + int(rng.integers(12, 40)) for extent in extents)
+    channels = [1, 3, B, 2 * B][seed % 4]
+    outputs, images = int(rng.integers(1, 3)) * B, int(rng.integers(1, B // 2 + 1))
+    build = convolution(strides=strides.tolist(), dilations=dilations, pads=pads)
+    shapes = {"x": (images, channels, height, width), "w": (outputs, channels, *kernel)}
+    made = check(build, shapes)
+    assert not {"Gemm", "MatMul", "FusedMatMul"} & {node.op_type for node in made.graph.node}
+
+
 UNSUITABLE: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
     "outputs not of whole blocks": ({}, (2, B, 4, 4), (B + 1, B, 3, 3)),
     "inputs not of whole blocks": ({}, (2, B + 4, 4, 4), (B, B + 4, 3, 3)),

@@ -41,7 +41,7 @@ __all__ = [
     "from_filter",
     "from_lanes",
     "mirrored_filter_of",
-    "pad_columns",
+    "pad",
     "products",
     "put_apart",
     "reshape",
@@ -259,15 +259,19 @@ def channel_means(x: Tensor) -> Tensor:
     return emit_one(KERNEL_DOMAIN, "GlobalAveragePool", [x], (n, channels, 1, 1))
 
 
-def pad_columns(x: Tensor, before: int, after: int) -> Tensor:
-    """Pads a blocked tensor with columns of zeros on the left and right.
+def pad(x: Tensor, pads: Sequence[int]) -> Tensor:
+    """Pads a blocked tensor with rows and columns of zeros.
 
     It is a convolution of each channel with 1, because Pad is not multithreaded.
+
+    Args:
+        x: (N, C, H, W), blocked.
+        pads: The numbers of rows or columns at the top, left, bottom and right.
     """
     n, channels, height, width = sizes(x)
     ones = x.tape.constant(np.ones((channels, 1, 1, 1), np.float32))
-    shape = (n, channels, height, before + width + after)
-    pads = (0, before, 0, after)
+    top, left, bottom, right = pads
+    shape = (n, channels, top + height + bottom, left + width + right)
     return convolve(x, ones, shape, kernel=(1, 1), pads=pads, group=channels)
 
 

@@ -27,6 +27,9 @@ DOMAIN = "ortops.blocked"
 TABLE = Table()
 """Their rules."""
 
+_CACHED = 2**20
+"""The size in bytes of filters that stay in the cache of a core, where all outputs read them."""
+
 vjp = TABLE.vjp
 
 
@@ -311,25 +314,40 @@ def _weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
     channels, and the channels of g become outputs. The channels of x are interleaved along its
     rows, so that a row has W · C elements, and the filter has a dilation of C. The kernels then
     compute many outputs at once, which they would not do if each channel were an image.
+
+    If there are few images, or large ones, each is cut into strips of rows that count as images,
+    provided that windows overlap: without that, a product has as little to copy.
+
+    The gradient of a 1 × 1 convolution is a matrix product. A product also takes the place of a
+    convolution of mostly zeros.
     """
-    n, m, *counts = sizes(g)
+    n, m, height, width = sizes(g)
     channels, *kernel = sizes(w)[1:]
-    lanes = -(-n // size) * size
-    if (at.dilations[1] > 1 and kernel[1] > 1) or 3 * n < 2 * lanes:  # it would be mostly zeros
+    overlap = all(count > step for count, step in zip(kernel, at.strides, strict=True))
+    strips = _strips(n, m, height, width, size) if overlap else 1
+    count = n * strips
+    lanes = -(-count // size) * size
+    is_sparse = (at.dilations[1] > 1 and kernel[1] > 1) or not _fills(count, size)
+    is_product = math.prod(kernel) == 1 and at.strides == (1, 1)
+    if is_product or is_sparse:
         seen = x if channels % size else leave(x, size)
         return convolution.weight_gradient(leave(g, size), seen, w, at, 1)
-    images, row = _images_as_channels(x, at, channels, size)
-    top, bottom = _padding(at)[0][0], _padding(at)[1][0] - at.left_over(sizes(x)[2:])[0]
-    if lanes != n:
-        g = op.Pad(g, [0] * 4 + [lanes - n, 0, 0, 0])
+    rows = -(-height // strips)
+    images, lines, row = _images_as_channels(x, at, channels, size, strips, rows)
+    begin, end = _padding(at)
+    top, bottom = begin[0], end[0] - at.left_over(sizes(x)[2:])[0]
+    if strips > 1:
+        g, top, bottom = _cut(g, strips, rows, size), 0, 0
+    if lanes != count:
+        g = op.Pad(g, [0] * 4 + [lanes - count, 0, 0, 0])
     groups = lanes // size
-    by_pixel = reshape(g, groups, size, 1, m * math.prod(counts))
+    by_pixel = reshape(g, groups, size, 1, m * rows * width)
     filters = kernels.to_blocks(by_pixel, size, channels_last=True)
     result = convolve(
-        reshape(images, 1, lanes, sizes(x)[2] + min(bottom, 0), row * channels),
-        reshape(filters, groups * m, size, *counts),
+        reshape(images, 1, lanes, lines, row * channels),
+        reshape(filters, groups * m, size, rows, width),
         (1, groups * m, kernel[0], kernel[1] * channels),
-        kernel=counts,
+        kernel=(rows, width),
         strides=(at.dilations[0], 1),
         dilations=(at.strides[0], at.strides[1] * channels),
         pads=[top, 0, max(bottom, 0), 0],
@@ -341,33 +359,107 @@ def _weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
     return _from_taps(by_tap, w, size)
 
 
-def _images_as_channels(x: Tensor, at: Windows, channels: int, size: int) -> tuple[Tensor, int]:
-    """Returns x in blocks of images, (lanes / size, rows · row · channels, size), and the row size.
+def _fills(count: int, size: int) -> bool:
+    """Whether images fill at least two thirds of the lanes in blocks of a size."""
+    return 3 * count >= 2 * -(-count // size) * size
 
-    Rows are padded, and elements after the last window are cut off.
+
+def _strips(n: int, m: int, height: int, width: int, size: int) -> int:
+    """Returns into how many strips of rows to cut each of n images for the gradient of weights.
+
+    Of the numbers with which strips of the output's cotangent, the filters, stay in the cache, it
+    is the smallest one that fills the lanes best.
+
+    Args:
+        n: The number of images.
+        m: The number of channels of the output.
+        height: The number of its rows.
+        width: The number of its columns.
+        size: The number of lanes in a block.
+    """
+    at_once = min(4, m // size)  # blocks of filters that the kernel applies together
+    pixels = _CACHED // (4 * size * size * at_once)
+    least = -(-height // max(1, pixels // width))
+    if least == 1 and _fills(n, size):
+        return 1
+
+    def work(strips: int) -> int:
+        return -(-n * strips // size) * -(-height // strips)
+
+    return min(range(least, max(least, min(height, least + size - 1)) + 1), key=work)
+
+
+def _cut(g: Tensor, strips: int, rows: int, size: int) -> Tensor:
+    """Cuts a blocked tensor into strips of rows, (N · strips, C, rows, W); missing ones are 0."""
+    n, channels, height, width = sizes(g)
+    if strips * rows != height:
+        g = kernels.pad(g, (0, 0, strips * rows - height, 0))
+    split = reshape(g, n, channels // size, strips, rows, width * size)
+    if channels > size:
+        split = op.Transpose(split, perm=[0, 2, 1, 3, 4])
+    return reshape(split, n * strips, channels, rows, width)
+
+
+def _images_as_channels(
+    x: Tensor, at: Windows, channels: int, size: int, strips: int, rows: int
+) -> tuple[Tensor, int, int]:
+    """Returns x in blocks of images, (lanes / size, height · width · channels, size), and sizes.
+
+    Rows are padded, and elements after the last window are cut off. Strips are padded above and
+    below as well, and overlap by what the windows of both have in common.
+
+    Args:
+        x: (N, C, H, W), blocked, or plain if there are fewer channels than in a block.
+        at: The windows on it.
+        channels: C.
+        size: The number of images in a block.
+        strips: The number of strips of an image that count as images.
+        rows: The number of rows of windows in a strip.
     """
     n, _, height, width = sizes(x)
-    lanes = -(-n // size) * size
-    (_, left), (bottom, right) = _padding(at)
+    (top, left), (bottom, right) = _padding(at)
     below, beyond = at.left_over((height, width))
-    cut = min(bottom - below, 0)
-    before = [left, right - beyond]
-    row = width + sum(before)
-    if channels % size == 0:
-        if min(before) >= 0 and any(before):
-            x, width, before = kernels.pad_columns(x, *before), row, [0, 0]
+    index = np.arange(height)
+    if strips == 1:  # the convolution pads above and below
+        top, bottom = 0, min(bottom - below, 0)
+    else:
+        step, extent = at.strides[0], cast(int, at.extents[0])
+        within = np.arange((rows - 1) * step + extent)
+        index = rows * step * np.arange(strips)[:, None] + within
+        bottom = max(0, int(index.max()) + 1 - top - height)
+    pads = (top, left, bottom, right - beyond)
+    is_blocked = channels % size == 0
+    if is_blocked:
+        if min(pads) >= 0 and any(pads):
+            x = kernels.pad(x, pads)
+            pads = (0, 0, 0, 0)
+        _, _, *spatial = sizes(x)
         if channels > size:
             x = kernels.to_plain(x, channels, channels_last=True)
-        x = reshape(x, n, height, width, channels)
-        if lanes != n or cut or any(before):
-            x = op.Pad(x, [0, 0, before[0], 0, lanes - n, cut, before[1], 0])
-        return kernels.to_lanes(x, lanes, size), row
-    x = op.Pad(x, [0, 0, 0, before[0], lanes - n, 0, cut, before[1]])
-    images = kernels.to_lanes(x, lanes, size)
-    if channels > 1:
-        images = reshape(images, lanes // size, channels, (height + cut) * row, size)
+        x = reshape(x, n, *spatial, channels)
+    axis = 1 if is_blocked else 2  # the rows
+    x = _padded(x, axis, pads, n if strips > 1 else -(-n // size) * size)
+    if strips > 1:
+        x = op.Gather(x, index, axis=axis)
+        if not is_blocked:
+            x = op.Transpose(x, perm=[0, 2, 1, 3, 4])
+        x = reshape(x, n * strips, *(sizes(x)[2:]))
+        x = _padded(x, axis, (0, 0, 0, 0), -(-n * strips // size) * size)
+    lines, row = sizes(x)[axis : axis + 2]
+    images = kernels.to_lanes(x, sizes(x)[0], size)
+    if not is_blocked and channels > 1:
+        images = reshape(images, sizes(images)[0], channels, lines * row, size)
         images = op.Transpose(images, perm=[0, 2, 1, 3])
-    return images, row
+    return images, lines, row
+
+
+def _padded(x: Tensor, axis: int, pads: Sequence[int], images: int) -> Tensor:
+    """Pads a plain tensor to a number of images, and its rows and columns, or cuts them off."""
+    top, left, bottom, right = pads
+    begin, end = [0] * len(sizes(x)), [0] * len(sizes(x))
+    begin[axis : axis + 2], end[axis : axis + 2] = (top, left), (bottom, right)
+    end[0] = images - sizes(x)[0]
+    return op.Pad(x, begin + end) if any(begin + end) else x
 
 
 def _from_taps(by_tap: Tensor, w: Tensor, size: int) -> Tensor:
