@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ortops.autodiff.grad import grad
     from ortops.autodiff.registry import vjp
     from ortops.building.addition import add_training
-    from ortops.building.builder import build_training_model
+    from ortops.building.builder import build_training_file, build_training_model
     from ortops.callbacks.rate_finder import find_learning_rate
     from ortops.composition.composing import compose
     from ortops.composition.splitting import split
@@ -72,6 +72,7 @@ __all__ = [
     "UnsupportedError",
     "add_training",
     "attribution",
+    "build_training_file",
     "build_training_model",
     "callbacks",
     "compose",
@@ -115,6 +116,7 @@ _MODULES = {
     "UnsupportedError": "ortops.errors",
     "attribution": "ortops",
     "add_training": "ortops.building.addition",
+    "build_training_file": "ortops.building.builder",
     "build_training_model": "ortops.building.builder",
     "callbacks": "ortops",
     "compose": "ortops.composition.composing",

@@ -73,7 +73,7 @@ WITHIN = {
             "validation",
             "loading",
         ),
-        *("serialization", "held_file", "external", "saving"),
+        *("serialization", "held_file", "external", "streaming", "saving"),
     ),
     "optimizers": (
         *("optimizer", "gradient_descent", "squares", "moments", "variants", "sign", "layerwise"),

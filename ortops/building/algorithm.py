@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,9 @@ import onnx
 import onnx_ir as ir
 
 from ortops.graph.edit import all_nodes, ancestor_nodes, inner_graphs
+from ortops.graph.files import external
+from ortops.graph.files.external import ITEM_SIZES, Computed, LightModel, Reference
+from ortops.graph.files.messages import BIG
 from ortops.graph.files.serialization import BOUND_DOMAIN, name_tensors
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.lowering import TRAINING_DOMAIN
@@ -55,13 +59,20 @@ class Algorithm:
         return tensor
 
     def copy(self, parameter: Tensor, suffix: str, dtype: np.dtype[Any]) -> Tensor:
-        """Adds a variable whose first value is that of a parameter, converted to a dtype."""
+        """Adds a variable whose first value is that of a parameter, converted to a dtype.
+
+        The value is computed when it is read.
+        """
         tensor = parameter.value.const_value
         assert tensor is not None
-        array = tensor.numpy().astype(dtype)
+        source, shape = external.content_of(tensor), tensor.shape.numpy()
         name = f"{self.prefix}{parameter.name}.{suffix}"
-        self.variables.append(self.tape.initializer(name, array))
-        return self.variables[-1]
+        copied = self.tape.initializer(name, np.broadcast_to(np.zeros((), dtype), shape))
+        kind = ir.DataType.from_numpy(dtype)
+        value = Computed(lambda: source.numpy().astype(dtype), kind, shape, source)
+        copied.value.const_value = Reference(value, copied.name)
+        self.variables.append(copied)
+        return copied
 
     def update(self, name: str, new: Tensor) -> Tensor:
         """Makes a tensor the next value of an initializer; returns it under its new name."""
@@ -77,16 +88,17 @@ class Algorithm:
 
 
 def write_algorithm(
-    result: onnx.ModelProto, algorithm: Algorithm, kept: Sequence[Tensor], name: str
+    model: LightModel, algorithm: Algorithm, kept: Sequence[Tensor], name: str
 ) -> None:
-    """Writes the algorithm and its initialization into a model.
+    """Writes the algorithm and its initialization into a light model.
 
     Args:
-        result: The model.
+        model: The model.
         algorithm: The algorithm.
         kept: Tensors to keep in addition to those that the algorithm's outputs depend on.
         name: The name of the training_info entry.
     """
+    result = model.proto
     info = result.training_info.add()
     serialize = ir.serde
     target = info.algorithm
@@ -95,15 +107,11 @@ def write_algorithm(
     target.output.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.outputs)
     outputs = {tensor.value for tensor in algorithm.outputs}
     needed = ancestor_nodes((*outputs, *(tensor.value for tensor in kept)), set())
-    zeros = functools.cache(bytes)  # untouched zeros take no memory, and each size is made once
-    for tensor in (*algorithm.variables, *algorithm.constants):
-        value = tensor.value.const_value
-        assert value is not None
-        if value.shape and tensor.name in algorithm.initial:
-            kind, dims, raw = value.dtype, value.shape.numpy(), zeros(value.nbytes)
-            target.initializer.add(name=tensor.name, data_type=kind, dims=dims, raw_data=raw)
-        else:
-            serialize.serialize_tensor_into(target.initializer.add(), value)
+    for tensor in algorithm.variables:
+        _write_variable(tensor, algorithm, target, model.data)
+    for tensor in algorithm.constants:
+        assert tensor.value.const_value is not None
+        serialize.serialize_tensor_into(target.initializer.add(), tensor.value.const_value)
     domains = {TRAINING_DOMAIN}
     for node in (node for node in algorithm.tape.nodes if node in needed):
         domains.update(inner.domain for graph in inner_graphs(node) for inner in all_nodes(graph))
@@ -133,3 +141,25 @@ def write_algorithm(
     for domain in sorted(domains - imported - {"", BOUND_DOMAIN}):
         version = algorithm.tape.graph.opset_imports.get(domain, 1)
         result.opset_import.add(domain=domain, version=version)
+
+
+def _write_variable(
+    tensor: Tensor, algorithm: Algorithm, target: onnx.GraphProto, data: external.Data
+) -> None:
+    """Adds a variable to a graph; big values are detached, and computed when they are read."""
+    value = tensor.value.const_value
+    assert value is not None
+    if value.nbytes <= BIG or value.dtype.value not in ITEM_SIZES:
+        ir.serde.serialize_tensor_into(target.initializer.add(), value)
+        return
+    shape = value.shape.numpy()
+    if tensor.name in algorithm.initial:  # zeros
+        zeros = functools.partial(_zeros, shape, value.dtype.numpy())
+        value = Computed(zeros, value.dtype, shape)
+    written = target.initializer.add(name=tensor.name, data_type=value.dtype, dims=shape)
+    external.refer(written, data, value)
+
+
+def _zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Returns zeros in bytes, which `LightModel.attach` does not copy."""
+    return np.frombuffer(bytes(math.prod(shape) * dtype.itemsize), dtype).reshape(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -45,6 +46,7 @@ from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.graph.files.messages import operators_of_domain
+from ortops.graph.files.saving import write_model
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import Loss, LossLike
 from ortops.losses.loss import Function
@@ -59,14 +61,18 @@ from ortops.trainable.metadata import (
 )
 from ortops.trainable.training_mode import TrainingCopies, copy_in_training_mode, reveal
 
-__all__ = ["Plan", "build_light", "build_training_model", "plan_training"]
+__all__ = [
+    "Plan",
+    "build_light",
+    "build_training_file",
+    "build_training_model",
+    "plan_training",
+]
 
 logger = logging.getLogger("ortops")
 
 
 @explains_arguments(**ARGUMENTS_OF_BUILD)
-@convert.blame_model
-@pause_collection()
 def build_training_model(
     model: ModelLike,
     *,
@@ -187,6 +193,82 @@ def build_training_model(
     return result.attach()
 
 
+@explains_arguments(**ARGUMENTS_OF_BUILD)
+def build_training_file(
+    model: ModelLike,
+    path: str | os.PathLike[str],
+    *,
+    loss: LossLike,
+    optimizer: str | Optimizer | type[Optimizer] | UpdateRule,
+    trainable: Sequence[str] | None = None,
+    inputs: losses.Inputs | None = None,
+    batch_normalization: BatchNormalization = "auto",
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    ema_decay: float | None = None,
+    groups: Groups | None = None,
+    seed: int = 0,
+) -> None:
+    """Adds a training algorithm to a model, and writes the trainable file.
+
+    The file has the same bytes as with ``save_model(build_training_model(model, …), path)``. If
+    ``model`` is a path, its weights stay in that file until they are written, one after the other,
+    as are the zeros of the optimizer's state. So this takes a few tensors of memory, whereas the
+    model that `build_training_model` returns holds all of them.
+
+    Args:
+        model: See `build_training_model`, as for all other arguments.
+        path: The trainable file, which may replace the model's file; see `ortops.save_model`.
+        loss: A loss.
+        optimizer: An optimizer.
+        trainable: The parameters to train.
+        inputs: Additional inputs that the loss reads.
+        batch_normalization: Which BatchNormalization layers normalize by batch statistics.
+        clip_norm: The maximum norm of all gradients together.
+        clip_value: The maximum absolute value of each gradient element.
+        ema_decay: The decay of an exponential moving average of the parameters.
+        groups: Optimizer settings for some of the parameters.
+        seed: The initial value of the state ``seed``, for Dropout.
+
+    Raises:
+        ArgumentError: If an argument is not valid for any model.
+        ModelError: If the model is not valid, or loss, optimizer, trainable or groups do not fit
+            it.
+        OSError: If the file cannot be written; the old file is unchanged.
+
+    Example:
+        >>> import tempfile
+        >>> import ortops
+        >>> from models import mlp
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ortops.save_model(mlp.mlp((4, 16, 2)), f"{folder}/model.onnx")
+        ...     ortops.build_training_file(
+        ...         f"{folder}/model.onnx",
+        ...         f"{folder}/trainable.onnx",
+        ...         loss="SoftmaxCrossEntropy",
+        ...         optimizer="Adam",
+        ...     )
+        ...     ortops.TrainingSession(f"{folder}/trainable.onnx").steps_done
+        0
+    """
+    result = build_light(
+        model,
+        loss=loss,
+        optimizer=optimizer,
+        trainable=trainable,
+        inputs=inputs,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        ema_decay=ema_decay,
+        groups=groups,
+        batch_normalization=batch_normalization,
+        seed=seed,
+    )
+    write_model(path, result)
+
+
+@convert.blame_model
+@pause_collection()
 def build_light(
     model: ModelLike | LightModel,
     *,
@@ -196,6 +278,8 @@ def build_light(
     **settings: Any,
 ) -> LightModel:
     """Returns a trainable model whose big data stay where they are; see `build_training_model`.
+
+    Those that are zeros or copies of weights are computed when they are read.
 
     Args:
         model: The model; not changed.
@@ -321,7 +405,7 @@ class Plan:
         result = self.prepared.result.proto
         counts = [part.count for part in self.loss.parts if part.count is not None]
         name = self.prepared.place.name
-        write_algorithm(result, algorithm, [*counts, loss], name)
+        write_algorithm(self.prepared.result, algorithm, [*counts, loss], name)
         metadata = self._forward.metadata() | updates.metadata() | self.notes
         if updates.scaling is not None:
             metadata |= updates.scaling.metadata()

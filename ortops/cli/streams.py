@@ -10,10 +10,12 @@ import onnx
 
 from ortops.cli.standard_streams import print_bytes, print_text, standard_input
 from ortops.graph import convert
-from ortops.graph.files.external import serialize
-from ortops.graph.files.saving import save_model
+from ortops.graph.files import saving
+from ortops.graph.files.external import LightModel, serialize
 
-__all__ = ["describe_stream", "print_json", "read_model", "source", "write_model"]
+__all__ = [
+    *("describe_stream", "print_json", "read_light_model", "read_model", "source", "write_model"),
+]
 
 
 def source(path: str) -> str | bytes:
@@ -31,10 +33,15 @@ def read_model(path: str) -> onnx.ModelProto:
         ModelError: If it is not a model.
         OSError: If it cannot be read.
     """
-    return convert.load_light(source(path)).attach()
+    return read_light_model(path).attach()
 
 
-def write_model(model: onnx.ModelProto, path: str) -> None:
+def read_light_model(path: str) -> LightModel:
+    """Reads a model whose big data stay in the file; see `read_model`."""
+    return convert.load_light(source(path))
+
+
+def write_model(model: onnx.ModelProto | LightModel, path: str) -> None:
     """Writes a model.
 
     Args:
@@ -42,9 +49,11 @@ def write_model(model: onnx.ModelProto, path: str) -> None:
         path: A file, which is replaced as a whole, or ``-`` for standard output.
     """
     if path == "-":
-        print_bytes(serialize(model))
+        print_bytes(serialize(model.attached() if isinstance(model, LightModel) else model))
+    elif isinstance(model, LightModel):
+        saving.write_model(path, model)
     else:
-        save_model(model, path)
+        saving.save_model(model, path)
 
 
 def describe_stream(path: str) -> str:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import onnx
 
 from ortops import callbacks, losses, metrics, optimizers, schedules
-from ortops.building.builder import build_training_model
+from ortops.building.builder import build_light
 from ortops.check import quiet
 from ortops.cli import configuration
 from ortops.cli.calls import make, read_call
@@ -35,8 +34,9 @@ from ortops.cli.data import (
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import print_text, say
-from ortops.cli.streams import describe_stream, print_json, read_model, write_model
+from ortops.cli.streams import describe_stream, print_json, read_light_model, write_model
 from ortops.errors import OrtopsError
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.json_text import read_json
 from ortops.training.sample_weights import ClassWeight
@@ -66,7 +66,7 @@ def build(options: argparse.Namespace) -> int:
     """Writes a trainable file."""
     check_outputs({"model": options.model}, {"output": options.output}, force=options.force)
     check_writable({"output": options.output})
-    model = read_model(options.model)
+    model = read_light_model(options.model)
     write_model(_build(model, options), options.output)
     say(f"wrote {describe_stream(options.output)}")
     return 0
@@ -81,14 +81,14 @@ def train(options: argparse.Namespace) -> int:
     resumes = options.resume and Path(save).exists()
     if options.resume and not resumes:
         say(f"there is no '{save}' to resume from; starting a new training")
-    model = read_model(save if resumes else options.model)
-    trainable = bool(model.training_info)
+    model = read_light_model(save if resumes else options.model)
+    trainable = bool(model.proto.training_info)
     _check_algorithm(model, options, save, resumes=resumes)
     if options.write_config:
         configuration.write_options(options, options.write_config)
     model, training, validation = _prepare(model, options)
     if not resumes:
-        write_metadata(model, OPTIONS_KEY, json.dumps(_given(options)))
+        write_metadata(model.proto, OPTIONS_KEY, json.dumps(_given(options)))
     session = TrainingSession(model, providers=options.providers)
     if trainable and not resumes and options.learning_rate is not None:
         session.learning_rate = _number(options)
@@ -118,10 +118,10 @@ def _save_path(options: argparse.Namespace) -> str:
 
 
 def _check_algorithm(
-    model: onnx.ModelProto, options: argparse.Namespace, save: str, *, resumes: bool
+    model: LightModel, options: argparse.Namespace, save: str, *, resumes: bool
 ) -> None:
     """Rejects options that do not fit the model, or the training that it continues."""
-    if model.training_info:
+    if model.proto.training_info:
         if resumes:
             _check_same(model, options, save)
         else:
@@ -138,18 +138,19 @@ def _check_algorithm(
 
 
 def _prepare(
-    model: onnx.ModelProto, options: argparse.Namespace
-) -> tuple[onnx.ModelProto, Columns, Columns | None]:
+    model: LightModel, options: argparse.Namespace
+) -> tuple[LightModel, Columns, Columns | None]:
     """Returns the trainable model, the training data and the validation data."""
-    trainable = bool(model.training_info)
+    trainable = bool(model.proto.training_info)
     if not trainable:
         with quiet():  # it is built again below, once the data give the number of steps
             inputs = _wanted_inputs(_build(model, options, steps=_ANY_STEPS), options)
     else:
         inputs = _wanted_inputs(model, options)
-    data = read_given(options, options.data, inputs, read_classes(model))
+    classes = read_classes(model.proto)
+    data = read_given(options, options.data, inputs, classes)
     size = rows_of(data, row_axes_of(inputs))
-    training, validation = _parts(data, options, inputs, size, read_classes(model))
+    training, validation = _parts(data, options, inputs, size, classes)
     if not trainable:
         size = rows_of(DataFile(training), row_axes_of(inputs))
         batches = -(-size // (options.batch_size or _BATCH_SIZE))
@@ -236,21 +237,22 @@ def _validation_file(options: argparse.Namespace) -> str | None:
 def evaluate(options: argparse.Namespace) -> int:
     """Prints the loss and metrics on a data set."""
     check_outputs({"model": options.model, "--data": options.data}, {})
-    model = read_model(options.model)
+    model = read_light_model(options.model)
     if not options.data:
         raise OrtopsError("--data is missing; see ortops eval --help")
-    if not model.training_info:
+    if not model.proto.training_info:
         if not options.loss:
             raise OrtopsError(
                 f"'{options.model}' has no loss; give one, such as --loss SoftmaxCrossEntropy"
             )
-        model = build_training_model(model, loss=_loss(options), optimizer="SGD")
+        model = build_light(model, loss=_loss(options), optimizer="SGD")
     else:
         for name in ("loss", "sample_weight"):
             if getattr(options, name):
                 option = f"--{name.replace('_', '-')}"
                 raise OrtopsError(f"{option}: '{options.model}' already has a loss; omit {option}")
-    data = read_given(options, options.data, _wanted_inputs(model, options), read_classes(model))
+    classes = read_classes(model.proto)
+    data = read_given(options, options.data, _wanted_inputs(model, options), classes)
     found = TrainingSession(model, providers=options.providers).evaluate(
         data.arrays,
         batch_size=options.batch_size or 256,
@@ -268,8 +270,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def _build(
-    model: onnx.ModelProto, options: argparse.Namespace, *, steps: int | None = None
-) -> onnx.ModelProto:
+    model: LightModel, options: argparse.Namespace, *, steps: int | None = None
+) -> LightModel:
     """Returns a trainable model built with the given options.
 
     Args:
@@ -277,7 +279,7 @@ def _build(
         options: The options.
         steps: The default number of steps of a learning-rate schedule.
     """
-    if model.training_info:
+    if model.proto.training_info:
         raise OrtopsError(
             f"'{options.model}' is already trainable; continue with ortops train, or write its "
             "inference model with ortops export"
@@ -292,7 +294,7 @@ def _build(
         for name in ("trainable", "batch_normalization", "clip_norm", "clip_value", "ema_decay")
         if (value := getattr(options, name)) is not None
     }
-    return build_training_model(
+    return build_light(
         model,
         loss=_loss(options),
         optimizer=make(
@@ -303,7 +305,7 @@ def _build(
     )
 
 
-def _require_loss(model: onnx.ModelProto, options: argparse.Namespace) -> None:
+def _require_loss(model: LightModel, options: argparse.Namespace) -> None:
     if not options.loss:
         raise OrtopsError(
             f"'{options.model}' is not a trainable file and needs a loss, such as "
@@ -328,9 +330,9 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _check_same(model: onnx.ModelProto, options: argparse.Namespace, save: str) -> None:
+def _check_same(model: LightModel, options: argparse.Namespace, save: str) -> None:
     """Rejects resuming with options that differ from those the training started with."""
-    text = next((e.value for e in model.metadata_props if e.key == OPTIONS_KEY), "")
+    text = next((e.value for e in model.proto.metadata_props if e.key == OPTIONS_KEY), "")
     try:
         begun = read_json(text)
     except ValueError:  # the file was not written by `ortops train`
@@ -367,9 +369,9 @@ def _has_class_weight(options: argparse.Namespace) -> bool:
     return getattr(options, "class_weight", None) is not None  # `build` does not have it
 
 
-def _wanted_inputs(model: onnx.ModelProto, options: argparse.Namespace) -> list[Wanted]:
+def _wanted_inputs(model: LightModel, options: argparse.Namespace) -> list[Wanted]:
     """Returns the inputs that the data fill: not those of weights that come from classes only."""
-    wanted = wanted_inputs(model)
+    wanted = wanted_inputs(model.proto)
     if not _has_class_weight(options):
         return wanted
     return [each for each in wanted if each.name != _CLASS_WEIGHT]
@@ -474,10 +476,11 @@ def _callbacks(options: argparse.Namespace, validated: bool) -> list[Any]:
     return found
 
 
-def _note_classes(model: onnx.ModelProto, data: DataFile) -> None:
+def _note_classes(model: LightModel, data: DataFile) -> None:
     """Records the class names of labels in the model."""
     if data.classes:
-        write_metadata(model, CLASSES_KEY, json.dumps(read_classes(model) | data.classes))
+        classes = read_classes(model.proto) | data.classes
+        write_metadata(model.proto, CLASSES_KEY, json.dumps(classes))
 
 
 def _resuming(given: list[str]) -> str:

@@ -45,9 +45,11 @@ from ortops.numbers import Array
 __all__ = [
     "ITEM_SIZES",
     "MESSAGE_LIMIT",
+    "Computed",
     "Data",
     "LightModel",
     "Reference",
+    "content_of",
     "copy_tensor",
     "copy_to_memory",
     "data_size",
@@ -64,9 +66,11 @@ __all__ = [
     "move_to_inputs",
     "read_light",
     "read_on_demand",
+    "refer",
     "returned",
     "serialize",
     "set_later",
+    "too_large",
     "without_data",
 ]
 
@@ -175,15 +179,40 @@ def let_go(model: LightModel) -> None:
             tensor.content = None
 
 
+def content_of(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """Returns the data behind references, which `let_go` may clear."""
+    while isinstance(tensor, Reference) and tensor.content is not None:
+        tensor = tensor.content
+    return tensor
+
+
 def returned(data: Data) -> Data:
     """Returns the data behind references, which `let_go` may clear."""
+    return {location: content_of(tensor) for location, tensor in data.items()}
 
-    def content(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-        while isinstance(tensor, Reference) and tensor.content is not None:
-            tensor = tensor.content
-        return tensor
 
-    return {location: content(tensor) for location, tensor in data.items()}
+class Computed(ir.LazyTensor):
+    """Data that a function computes each time they are read.
+
+    Args:
+        array: The function.
+        dtype: The type of its result.
+        shape: The shape of its result.
+        source: The data that the function reads, if it reads any.
+
+    Attributes:
+        source: As given.
+    """
+
+    def __init__(
+        self,
+        array: Callable[[], Array],
+        dtype: ir.DataType,
+        shape: Iterable[int],
+        source: ir.TensorProtocol | None = None,
+    ) -> None:
+        super().__init__(lambda: ir.Tensor(array(), dtype=dtype), dtype, ir.Shape(shape))
+        self.source = source
 
 
 def detach(proto: onnx.ModelProto, folder: Path | None = None) -> LightModel:
@@ -235,7 +264,7 @@ def copy_tensor(
     if source.HasField("doc_string"):
         target.doc_string = source.doc_string
     target.MergeFromString(unknown_fields(source))
-    _refer(target, data, content)
+    refer(target, data, content)
 
 
 def read_light(path: Path) -> LightModel | None:
@@ -257,15 +286,15 @@ def read_light(path: Path) -> LightModel | None:
         external = tensor.data_location != onnx.TensorProto.DEFAULT or tensor.external_data
         if external or min(tensor.dims, default=0) < 0 or size_of(tensor) != content.length:
             return False
-        _refer(tensor, data, content)
+        refer(tensor, data, content)
         return True
 
     proto = read_message(path, BIG, detach_tensor)
     return None if proto is None else LightModel(proto, data)
 
 
-def _refer(tensor: onnx.TensorProto, data: Data, content: ir.TensorProtocol) -> None:
-    """Makes a tensor without data refer to detached data."""
+def refer(tensor: onnx.TensorProto, data: Data, content: ir.TensorProtocol) -> None:
+    """Makes a tensor without data refer to detached data, which are added to those of its model."""
     location = f"{LOCATION}{next(_numbers)}"
     data[location] = content
     tensor.data_location = onnx.TensorProto.EXTERNAL
@@ -418,11 +447,10 @@ def set_later(tensor: onnx.TensorProto, data: Data, array: Callable[[], Array] |
     """
     content = data.get(location_of(tensor))
     if isinstance(content, Reference) and content.content is not None:
-        kind, shape = content.dtype, content.shape
         if array is None:
             content.content = _in_memory(content.content)
         else:
-            content.content = ir.LazyTensor(lambda: ir.Tensor(array(), dtype=kind), kind, shape)
+            content.content = Computed(array, content.dtype, content.shape.numpy())
 
 
 def copy_to_memory(
@@ -433,14 +461,16 @@ def copy_to_memory(
     Args:
         data: The data of a light model.
         but: Tensors whose data are lent instead of copied (see `Reference`).
-        held: Tensors whose data may stay in a held file, because they are rarely read.
+        held: Tensors whose data may stay in a held file, or be computed from data there, because
+            they are rarely read.
     """
     lent, seldom = ({location_of(tensor) for tensor in tensors} for tensors in (but, held))
 
     def kept(location: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
         if location in lent:
             return Reference(tensor)
-        return tensor if location in seldom and isinstance(tensor, InFile) else _in_memory(tensor)
+        source = tensor.source if isinstance(tensor, Computed) else tensor
+        return tensor if location in seldom and isinstance(source, InFile) else _in_memory(tensor)
 
     return {location: kept(location, tensor) for location, tensor in data.items()}
 
@@ -480,16 +510,20 @@ def serialize(proto: onnx.ModelProto) -> bytes:
     Raises:
         ModelError: If it is 2 GB or larger.
     """
-    size = data_size(proto)
-    if size <= MESSAGE_LIMIT:
+    if data_size(proto) <= MESSAGE_LIMIT:
         try:
             message: bytes = proto.SerializeToString()
             return message
         except google.protobuf.message.EncodeError:
             pass
-    raise ModelError(
-        f"model: cannot serialize {size:,} bytes of tensors, the limit is 2 GB; write the model "
-        "with ortops.save_model, which uses external data, and pass the path"
+    raise too_large(proto)
+
+
+def too_large(proto: onnx.ModelProto) -> ModelError:
+    """Returns the error for a model of 2 GB or more."""
+    return ModelError(
+        f"model: cannot serialize {data_size(proto):,} bytes of tensors, the limit is 2 GB; write "
+        "the model with ortops.save_model, which uses external data, and pass the path"
     )
 
 

@@ -38,6 +38,7 @@ from ortops.graph.files.wire_format import (
     GRAPH,
     INITIALIZATION,
     INITIALIZER,
+    MOST_BYTES,
     RAW_DATA,
     TRAINING_INFO,
     ByteSpan,
@@ -56,7 +57,6 @@ __all__ = ["HeldFile", "InFile", "hold", "read_message"]
 
 _MOST = 2**30  # the number of bytes to read at a time; systems read at most 2 GB
 _MOST_FIELDS = 10**6  # protobuf is faster for a file with more fields
-_MESSAGE = 2**31 - 1  # protobuf's limit, in bytes
 _MOST_OPEN = 256  # files with external data; fewer if the system's limit is low
 _TICK = 20_000_000  # in nanoseconds, longer than a tick of the clock of file times
 
@@ -354,7 +354,7 @@ class _LightCopy:
     def __init__(self, file: HeldFile, big: int, detach: Detach) -> None:
         self._file, self._big, self._detach = file, big, detach
         self._reader = FieldReader(file.read, _MOST_FIELDS)
-        self._bytes_left = _MESSAGE
+        self._bytes_left = MOST_BYTES
 
     def copy(self, span: ByteSpan, tree: Tree) -> bytes:
         """Returns the bytes of a message, without detached data."""

@@ -18,6 +18,7 @@ from ortops.graph.files.atomic import remedy
 from ortops.graph.files.folders import remembered
 from ortops.graph.files.messages import external_to_inputs, without_big_data
 from ortops.graph.files.validation import validate
+from ortops.graph.files.wire_format import MOST_BYTES
 
 __all__ = ["ModelLike", "blame_model", "folder_of", "is_file", "load", "readable"]
 
@@ -29,7 +30,6 @@ ModelLike: TypeAlias = onnx.ModelProto | bytes | str | os.PathLike[str]
 
 _KINDS = (onnx.ModelProto, bytes, str, os.PathLike)
 
-_MESSAGE = 2**31 - 1  # protobuf's limit, in bytes
 _PART = 2**24  # the number of bytes to read from a pipe at a time
 
 
@@ -112,13 +112,13 @@ def _whole(path: Path) -> bytes:
     if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):
         raise ModelError(f"file '{path}' is a device; pass a regular file or a pipe")
     content = bytearray()
-    if found.st_size <= _MESSAGE:
+    if found.st_size <= MOST_BYTES:
         with path.open("rb") as stream:
             if stat.S_ISREG(found.st_mode):
                 return stream.read()
-            while len(content) <= _MESSAGE and (part := stream.read(_PART)):  # may be endless
+            while len(content) <= MOST_BYTES and (part := stream.read(_PART)):  # may be endless
                 content += part
-    if max(found.st_size, len(content)) > _MESSAGE:
+    if max(found.st_size, len(content)) > MOST_BYTES:
         raise ModelError(
             f"file '{path}' exceeds 2 GB, the limit of an ONNX file; store its tensors as external "
             "data, as ortops.save_model does"
@@ -150,7 +150,9 @@ def blame_model(function: Callable[P, T]) -> Callable[P, T]:
         except Exception as error:
             if isinstance(error, TypeError) and not _fits(signature, args, kwargs):
                 raise
-            given = (*args[:2], kwargs.get("model"), kwargs.get("path_or_bytes"))
+            given: list[Any] = [*args[:2], kwargs.get("model"), kwargs.get("path_or_bytes")]
+            # A light model is a tuple of its message and its data.
+            given = [each[0] if isinstance(each, tuple) and each else each for each in given]
             models = [each for each in given if isinstance(each, _KINDS)]
             if any(isinstance(each, str | os.PathLike) and not is_file(each) for each in models):
                 cause = str(error.__cause__ or error).strip().partition("\n")[0]

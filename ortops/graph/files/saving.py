@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -31,6 +29,7 @@ from ortops.graph.files.atomic import (
 from ortops.graph.files.external import LightModel, detach, serialize
 from ortops.graph.files.folders import forget, remembered
 from ortops.graph.files.messages import data_size, initializers, is_light, location_of
+from ortops.graph.files.streaming import serialized_parts, write_data, write_parts
 
 __all__ = ["remove_model", "save_model", "write_model"]
 
@@ -76,13 +75,13 @@ def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
 def write_model(
     path: str | os.PathLike[str], model: LightModel, *, limit: int | None = None
 ) -> None:
-    """Writes a light model; see `save_model`.
+    """Writes a light model, one tensor's data after the other; see `save_model`.
 
     Args:
         path: The file.
         model: The model.
-        limit: Data of more bytes are written to a file of their own, one tensor after the other;
-            by default, those that do not fit into one file.
+        limit: Data of more bytes are written to a file of their own; by default, those that do not
+            fit into one file.
     """
     target = destination(path)
     size = data_size(model.proto)
@@ -99,8 +98,11 @@ def write_model(
         for file in unused:
             if _is_newer(file, target):  # left by a killed process
                 _remove(file)
-    if size <= limit or target is None:
+    if target is None:  # what has been written to a stream cannot be taken back
         write_atomically(path, serialize(model.attached()))
+    elif size <= limit:
+        parts = serialized_parts(model)
+        write_atomically(path, lambda stream: write_parts(stream, parts))
     else:
         _write_in_two(path, target, model)
     for file in unused:  # not those of the replaced model, which another process may be reading
@@ -148,10 +150,7 @@ def _write_in_two(path: str | os.PathLike[str], target: Path, given: LightModel)
 def _write_data(stream: BinaryIO, contents: Iterable[ir.TensorProtocol]) -> None:
     for content in contents:
         stream.write(bytes(-stream.tell() % _ALIGNMENT))
-        if content.dtype.bitwidth < 8 or sys.byteorder != "little":
-            stream.write(content.tobytes())
-        else:  # tofile of numpy and onnx-ir ignores a full disk
-            stream.write(np.ascontiguousarray(content.numpy()).reshape(-1).view(np.uint8).data)
+        write_data(stream, content)
 
 
 def _unused(target: Path) -> list[Path]:

@@ -16,6 +16,7 @@ __all__ = [
     "GRAPH",
     "INITIALIZATION",
     "INITIALIZER",
+    "MOST_BYTES",
     "RAW_DATA",
     "TRAINING_INFO",
     "ByteSpan",
@@ -30,6 +31,9 @@ GRAPH, TRAINING_INFO = 7, 20  # fields of a ModelProto
 INITIALIZATION, ALGORITHM = 1, 2  # of a TrainingInfoProto
 INITIALIZER = 5  # of a GraphProto
 _NAME, RAW_DATA = 8, 9  # of a TensorProto
+
+MOST_BYTES = 2**31 - 1
+"""protobuf's limit for a message, in bytes."""
 
 _VARINT, _EIGHT_BYTES, _LENGTH, _GROUP, _GROUP_END, _FOUR_BYTES = range(6)  # wire types
 _BLOCK = 2**16  # the number of bytes to read at a time
