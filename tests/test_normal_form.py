@@ -7,17 +7,23 @@ import io
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from running import run
 
-from ortops import TrainingSession, build_training_model
+import ortops
+from ortops import Tape, TrainingSession, build_training_model, op
+from ortops.autodiff.registry import Table
+from ortops.autodiff.rules import RULES
 from ortops.execution.settings import Settings
+from ortops.losses import SoftmaxCrossEntropy
 from ortops.optimizers import SGD
-from tests.spies import Spy
+from ortops.passes.normal_form import NORMAL_FORM
+from tests.spies import Spy, lowered
 
 WEIGHTS = ", ".join(map(str, np.random.default_rng(0).standard_normal(24).round(2).tolist()))
 
@@ -106,6 +112,330 @@ def test_a_dropout_that_drops_stays() -> None:
     assert losses[0] != plain[0]
 
 
+# ------------------------------------------------------------------------------- parts of an axis
+
+
+def of_parts(body: str, dtype: str = "float") -> onnx.ModelProto:
+    """A model of sum(h² v) and its gradient by x, whose nodes compute h from x [batch, 6]."""
+    return onnx.parser.parse_model(f"""<ir_version: 10,
+        opset_import: ["": 21, "ai.onnx.preview.training": 1]>
+    g ({dtype}[batch, 6] x) => ({dtype} loss, {dtype}[batch, 6] dx)
+    <int64[1] n0 = {{0}}, int64[1] n1 = {{1}}, int64[1] n2 = {{2}}, int64[1] n3 = {{3}},
+     int64[1] n5 = {{5}}, int64[1] n6 = {{6}}, int64[1] last = {{-1}}, int64[1] m4 = {{-4}},
+     int64[1] end = {{9223372036854775807}}, int64[3] parts = {{2, 3, 1}}, int64 two = {{2}},
+     int64 i0 = {{0}}, int64 i1 = {{1}}, int64 i2 = {{2}}, int64 j1 = {{-1}},
+     {dtype}[6] v = {{1.0, 2.0, 3.0, 4.0, 5.0, 6.0}}>
+    {{ {body} s2 = Mul(h, h) s3 = Mul(s2, v) loss = ReduceSum<keepdims=0>(s3)
+       dx = ai.onnx.preview.training.Gradient<xs=["x"], y="loss">(x) }}""")
+
+
+def counts(model: onnx.ModelProto, *operators: str) -> tuple[int, ...]:
+    found = Counter(node.op_type for node in model.graph.node)
+    return tuple(found[each] for each in operators)
+
+
+PARTS: dict[str, tuple[str, int, list[int], tuple[int, int, int]]] = {
+    "two": (
+        "b = Slice(x, n0, n2, n1) c = Slice(x, n2, end, last) h = Concat<axis=1>(c, b)",
+        1,
+        [2, 3, 4, 5, 0, 1],
+        (0, 2, 0),
+    ),
+    "three, from the end": (
+        (
+            "b = Slice(x, last, n6, n1, n1) c = Slice(x, n0, m4, n1, n1) "
+            "d = Slice(x, m4, last, last) h = Concat<axis=-1>(b, c, d)"
+        ),
+        1,
+        [5, 0, 1, 2, 3, 4],
+        (0, 2, 0),
+    ),
+    "one twice": (
+        (
+            "b = Slice(x, n0, n2, n1) c = Slice(x, n2, n6, n1) d = Slice(x, n0, n2, n1) "
+            "e = Slice(c, n0, n2, n1) h = Concat<axis=1>(b, e, d)"
+        ),
+        1,
+        [0, 1, 2, 3, 0, 1],
+        (1, 2, 1),  # e is a part of c alone
+    ),
+    "whole": ("h = Slice(x, n0, end, n1)", 1, [0, 1, 2, 3, 4, 5], (0, 0, 0)),
+    "whole and parts": (
+        (
+            "a = Slice(x, n0, n6, n1) b = Slice(a, n0, n2, n1) c = Slice(x, n2, end, n1) "
+            "h = Concat<axis=1>(c, b)"
+        ),
+        1,
+        [2, 3, 4, 5, 0, 1],
+        (0, 2, 0),
+    ),
+    "gap": (
+        (
+            "b = Slice(x, n0, n2, n1) c = Slice(x, n3, n6, n1) d = Slice(x, n3, n5, n1) "
+            "f = Slice(d, n0, n1, n1) h = Concat<axis=1>(c, b, f)"
+        ),
+        1,
+        [3, 4, 5, 0, 1, 3],
+        (4, 1, 4),
+    ),
+    "overlap": (
+        "b = Slice(x, n0, n3, n1) c = Slice(x, n2, n5, n1) h = Concat<axis=1>(c, b)",
+        1,
+        [2, 3, 4, 0, 1, 2],
+        (2, 1, 2),
+    ),
+    "step": (
+        "b = Slice(x, n0, n6, n1, n2) c = Slice(x, n1, n6, n1, n2) h = Concat<axis=1>(c, b)",
+        1,
+        [1, 3, 5, 0, 2, 4],
+        (4, 1, 0),  # the gradient adds at positions, of which each is a Slice, too
+    ),
+    "rows, of unknown number": (
+        "b = Slice(x, n0, n2) c = Slice(x, n2, end, n0) h = Concat<axis=0>(c, b)",
+        0,
+        [2, 3, 4, 0, 1],
+        (2, 1, 2),
+    ),
+    "sequence": (
+        (
+            "s = SplitToSequence<axis=1>(x, parts) b = SequenceAt(s, i0) c = SequenceAt(s, i1) "
+            "d = SequenceAt(s, j1) h = Concat<axis=1>(d, b, c)"
+        ),
+        1,
+        [5, 0, 1, 2, 3, 4],
+        (0, 2, 0),
+    ),
+    "sequence of equal parts": (
+        (
+            "s = SplitToSequence<axis=-1>(x, two) b = SequenceAt(s, i0) c = SequenceAt(s, i1) "
+            "d = SequenceAt(s, i2) h = Concat<axis=1>(d, b, c)"
+        ),
+        1,
+        [4, 5, 0, 1, 2, 3],
+        (0, 2, 0),
+    ),
+    "sequence of which a part is not read": (
+        (
+            "s = SplitToSequence<axis=1>(x, two) b = SequenceAt(s, i0) c = SequenceAt(s, i1) "
+            "h = Concat<axis=1>(b, c, b)"
+        ),
+        1,
+        [0, 1, 2, 3, 0, 1],
+        (2, 1, 2),
+    ),
+}
+"""For each model the axis and the places of x in h, and the numbers of Slices, Splits and Pads; the
+gradient of Concat is a Split."""
+
+
+@pytest.mark.parametrize("dtype", ["float", "double"])
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(name: str, dtype: str) -> None:
+    body, axis, places, expected = PARTS[name]
+    model = lowered(of_parts(body, dtype), NORMAL_FORM)
+    assert counts(model, "Slice", "Split", "Pad") == expected
+    x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.dtype(dtype[:1]))
+    loss, dx = run(model, {"x": x})
+    wide, v = x.astype(np.float64), np.arange(1.0, 7.0)
+    h, slope = wide.take(places, axis), np.zeros((5, 6))
+    np.add.at(slope, (slice(None), places) if axis else (places,), 2 * h * v)
+    tolerance = 1e-5 if dtype == "float" else 1e-13
+    np.testing.assert_allclose(loss, np.sum(h * h * v), rtol=tolerance)
+    np.testing.assert_allclose(dx, slope, rtol=tolerance)
+
+
+def test_parts_of_size_1_without_their_axis() -> None:
+    reads = " ".join(
+        f"k{i} = Constant<value = int64 {{{i}}}>() p{i} = SequenceAt(s, k{i}) "
+        f"q{i} = Unsqueeze(p{i}, n1)"
+        for i in range(6)
+    )
+    order = [3, 1, 0, 5, 4, 2]
+    h = ", ".join(f"q{i}" for i in order)
+    body = f"s = SplitToSequence<axis=1, keepdims=0>(x) {reads} h = Concat<axis=1>({h})"
+    model = lowered(of_parts(body), NORMAL_FORM)
+    assert counts(model, "SequenceAt", "Slice", "Split", "Pad") == (0, 0, 2, 0)
+    x = np.random.default_rng(0).standard_normal((2, 6)).astype(np.float32)
+    _, dx = run(model, {"x": x})
+    np.testing.assert_allclose(dx, 2 * x * (np.argsort(order) + 1.0), rtol=1e-5)
+
+
+def test_parts_of_integers_stay_slices() -> None:
+    body = (
+        "i = Cast<to=7>(x) b = Slice(i, n0, n2, n1) c = Slice(i, n2, n6, n1) "
+        "d = Concat<axis=1>(c, b) f = Cast<to=1>(d) h = Mul(x, f)"
+    )
+    assert counts(lowered(of_parts(body), NORMAL_FORM), "Slice", "Split") == (2, 0)
+
+
+TWO = PARTS["two"][0]
+
+
+def test_parts_that_are_outputs() -> None:
+    model = of_parts(f"{TWO} c2 = Slice(x, n2, n6, n1)")
+    model.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size])
+        for name, size in (("b", 2), ("c", 4), ("c2", 4))
+    )
+    made = lowered(model, NORMAL_FORM)
+    assert counts(made, "Slice", "Split", "Pad") == (0, 2, 0)
+    assert [each.name for each in made.graph.output] == ["loss", "dx", "b", "c", "c2"]
+    x = np.arange(18, dtype=np.float32).reshape(3, 6)
+    _, _, *found = run(made, {"x": x})
+    for one, other in zip(found, (x[:, :2], x[:, 2:], x[:, 2:]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "b = Slice(x, n0, n2, n1) c = Slice(x, n2, n6, n1) h = Concat<axis=1>(b, c)",
+        "c = Slice(x, n2, n6, n1) b = Slice(x, n0, n2, n1) h = Concat<axis=1>(b, c)",
+        "b = Slice(x, n0, end, n1) h = Identity(b)",
+        "b = Transpose<perm=[1,0]>(x) h = Transpose<perm=[1,0]>(b)",
+    ],
+)
+def test_a_tensor_by_which_is_differentiated_stays(named: str) -> None:
+    model = of_parts(named)
+    model.graph.node[-1].CopyFrom(
+        onnx.helper.make_node(
+            "Gradient", ["b"], ["dx"], domain="ai.onnx.preview.training", xs=["b"], y="loss"
+        )
+    )
+    model.graph.output[1].type.tensor_type.ClearField("shape")
+    x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    _, db = run(lowered(model, NORMAL_FORM), {"x": x})
+    slope = 2 * x * np.arange(1.0, 7.0)
+    expected = slope.T if "Transpose" in named else slope[:, : db.shape[1]]
+    assert db.shape[1] == (2 if "c =" in named else 5 if "Transpose" in named else 6)
+    np.testing.assert_allclose(db, expected, rtol=1e-5)
+
+
+def test_parts_stay_slices_if_the_user_has_a_rule_for_split() -> None:
+    table = Table()
+
+    @table.vjp("Split")
+    def none(g: Any, y: Any, x: Any, sizes: Any = None, *, axis: int = 0) -> Any:
+        raise AssertionError
+
+    body = "b = Slice(x, n0, n3, n1) c = Slice(x, n3, n6, n1) d = Mul(b, c) h = MatMul(d, w)"
+    model = of_parts(body)
+    w = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    made = lowered(model, NORMAL_FORM, rules=RULES.below(table))
+    assert counts(made, "Slice", "Split") == (2, 0)
+    assert counts(lowered(model, NORMAL_FORM), "Slice", "Split") == (0, 1)
+
+
+# ------------------------------------------------------------------------------- losses of rows
+
+
+def loss_of(
+    shape: Sequence[Any], weights: Any = None, *, second: bool = False, **attributes: Any
+) -> onnx.ModelProto:
+    """A model of a loss and its gradient by the scores."""
+    with Tape(name="loss") as tape:
+        scores = tape.input("scores", np.float32, shape)
+        labels = tape.input("labels", np.int64, [shape[0], *shape[2:]])
+        factors = [] if weights is None else [np.asarray(weights, np.float32)]
+        loss, *others = tape.emit(
+            "SoftmaxCrossEntropyLoss",
+            [scores, labels, *factors],
+            attributes,
+            outputs=1 + second,
+        )
+        tape.output(loss, "loss")
+        (slope,) = ortops.grad(loss, [scores])
+        tape.output(slope, "slope")
+        for each in others:
+            tape.output(each, "log_p")
+    return tape.model()
+
+
+def rank_of_loss(model: onnx.ModelProto) -> int:
+    """Returns the rank of the scores that a loss reads."""
+    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    (node,) = (each for each in inferred.node if each.op_type == "SoftmaxCrossEntropyLoss")
+    (found,) = (v for v in (*inferred.value_info, *inferred.input) if v.name == node.input[0])
+    return len(found.type.tensor_type.shape.dim)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none", None])
+@pytest.mark.parametrize("ignored", [None, 1, -100])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", [(3, 4, 5), ("batch", 4, 2, "width"), (2, 4, 1, 3, 2)])
+def test_losses_of_rows(
+    shape: tuple[Any, ...], weighted: bool, ignored: int | None, reduction: str | None
+) -> None:
+    weights = [0.5, 2.0, 1.0, 3.0] if weighted else None
+    attributes = {"reduction": reduction, "ignore_index": ignored}
+    model = lowered(loss_of(shape, weights, **attributes), NORMAL_FORM)
+    assert rank_of_loss(model) == 2
+    draw = np.random.default_rng(0)
+    sizes = [3 if isinstance(size, str) else size for size in shape]
+    scores = draw.standard_normal(sizes).astype(np.float32)
+    labels = draw.integers(0, 4, (sizes[0], *sizes[2:]))
+    if ignored is not None:
+        labels[0, ..., 0] = ignored
+    loss, slope = run(model, {"scores": scores, "labels": labels})
+
+    wide = np.moveaxis(scores.astype(np.float64), 1, -1)
+    p = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True)
+    counted = labels != ignored
+    one_hot = np.eye(4)[np.where(counted, labels, 0)]
+    rates = counted * (one_hot @ np.array(weights or [1.0] * 4))
+    each = -np.log((p * one_hot).sum(-1)) * rates
+    total = rates.sum() if reduction in ("mean", None) else 1.0
+    expected = each if reduction == "none" else each.sum() / total
+    by_scores = np.moveaxis((p - one_hot) * (rates / total)[..., None], -1, 1)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(slope, by_scores, rtol=1e-4, atol=1e-7)
+
+
+def test_a_transpose_before_a_loss_is_undone() -> None:
+    """As in a language model whose logits (N, T, C) a loss reads as (N, C, T)."""
+    draw = np.random.default_rng(0)
+    with Tape(name="tiny") as tape:
+        x = tape.input("x", np.float32, ["batch", "time", 8])
+        w = tape.initializer("w", draw.standard_normal((8, 8), np.float32))
+        head = tape.initializer("head", draw.standard_normal((8, 4096), np.float32))
+        tape.output(op.Transpose(op.Tanh(x @ w) @ head, perm=[0, 2, 1]), "logits")
+    loss = SoftmaxCrossEntropy(axis=1)
+    model = build_training_model(tape.model(), loss=loss, optimizer="SGD", trainable=["w"])
+    feeds = {
+        "x": draw.standard_normal((3, 5, 8), np.float32),
+        "labels": draw.integers(0, 4096, (3, 5)),
+    }
+    found = []
+    for without in ((), ("normal_form",)):
+        spy = Spy()
+        settings = spy.watching(Settings().without(*without))
+        session = TrainingSession(model, outputs=[], settings=settings)
+        found.append([float(session.step(feeds)["loss"]) for _ in range(3)])
+        assert ("Scan" in spy.operators[-1]) is not bool(without)  # chunks of logits
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
+def test_a_loss_whose_log_probabilities_are_read_stays() -> None:
+    model = lowered(loss_of((3, 4, 5), second=True), NORMAL_FORM)
+    assert rank_of_loss(model) == 3
+    assert counts(model, "Transpose") == (0,)
+
+
+def test_a_loss_with_label_smoothing_stays() -> None:
+    """Both of its parts read one LogSoftmax, once onnxruntime has merged them."""
+    with Tape(name="smooth") as tape:
+        x = tape.input("x", np.float32, ["batch", 4, 5])
+        tape.output(x * tape.initializer("w", np.ones((4, 5), np.float32)), "y")
+    loss = SoftmaxCrossEntropy(axis=1, label_smoothing=0.1)
+    draw = np.random.default_rng(0)
+    feeds = {"x": draw.standard_normal((3, 4, 5), np.float32), "labels": np.zeros((3, 5), np.int64)}
+    spy = Spy()
+    model = build_training_model(tape.model(), loss=loss, optimizer="SGD")
+    TrainingSession(model, settings=spy.watching(Settings())).step(feeds)
+    assert "Transpose" not in spy.operators[-1]
+
+
 # ------------------------------------------------------------------------------- both exporters
 
 
@@ -170,6 +500,25 @@ def encoder() -> tuple[Any, Any]:
     return nn.Sequential(layer, nn.Flatten(), nn.Linear(80, 6)), (2, 5, 16)
 
 
+def rotary() -> tuple[Any, Any]:
+    import torch
+    from torch import nn
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.together, self.head = nn.Linear(8, 20), nn.Linear(60, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.together(x).split([8, 8, 4], dim=-1)
+            q, k = q.reshape(-1, 5, 8), k.reshape(-1, 5, 8)
+            q, k = (torch.cat([-each[..., 4:], each[..., :4]], -1) for each in (q, k))
+            first, second = (q * k)[:, :, :].chunk(2, 2)
+            return self.head(torch.cat([second, v, first], 2).flatten(1))
+
+    return Parts(), (2, 5, 8)
+
+
 @pytest.fixture
 def _quiet_exporters() -> Iterator[None]:
     logging.disable(logging.WARNING)
@@ -212,12 +561,13 @@ SLOW = {"Where", "Greater", "GreaterOrEqual", "And", "CastLike", "Dropout"}
 
 HEAVY = {"Conv", "ConvTranspose", "MatMul", "Gemm", "FusedMatMul", "HardSigmoid", "Equal"}
 HEAVY |= {"BatchNormalization", "LayerNormalization", "Softmax", "Transpose", "ReorderInput"}
+HEAVY |= {"Pad", "Split"}
 
 
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.usefixtures("_quiet_exporters")
-@pytest.mark.parametrize("make", [residual, mobile, u_shaped, encoder])
+@pytest.mark.parametrize("make", [residual, mobile, u_shaped, encoder, rotary])
 def test_both_exporters_give_the_same_step(make: Callable[[], tuple[Any, Any]]) -> None:
     counted, found = [], []
     for exporter in ("TorchScript", "dynamo"):

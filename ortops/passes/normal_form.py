@@ -64,18 +64,11 @@ def _dropout(node: ir.Node, tape: Tape) -> Result:
 @pattern("Transpose")
 def _transpose(node: ir.Node, tape: Tape) -> Result:
     """Transpose(Transpose(x)) is one Transpose, or x; Transpose in the given order is x."""
-    order = _order(node)
-    inner = producer_of(node.inputs[0], "Transpose")
-    if order is None:
+    x, order = node.inputs[0], _order(node)
+    if x is None or order is None:
         return None
-    source = node.inputs[0]
-    before = None if inner is None else _order(inner)
-    if inner is not None and before is not None:
-        source, order = inner.inputs[0], [before[axis] for axis in order]
-    assert source is not None
-    if order == sorted(order):
-        return tape.tensor(source)
-    return op.Transpose(tape.tensor(source), perm=order) if source is not node.inputs[0] else None
+    source, whole = _source(x, order)
+    return None if source is x and whole != sorted(whole) else _transposed(source, whole, tape)
 
 
 @pattern("SequenceAt")
@@ -111,6 +104,82 @@ def _sequence_at(node: ir.Node, tape: Tape) -> Result:
     return part if given is not None or keeps else op.Squeeze(part, [axis])
 
 
+@pattern("Slice")
+def _slice(node: ir.Node, tape: Tape) -> Result:
+    """A Slice of a whole axis is x; Slices that cover an axis once are the outputs of a Split(x).
+
+    The gradient of a Split is one Concat, and that of each Slice is a Pad to the size of x.
+    Integers have no gradient, and the Slices of shapes are folded.
+    """
+    x, span = node.inputs[0], _span(node)
+    if x is None or x.shape is None or span is None:
+        return None
+    axis, low, high = span
+    if (low, high) == (0, x.shape[axis]):
+        return tape.tensor(x)
+    if x.dtype is None or not x.dtype.is_floating_point():
+        return None
+    return tape.once(("parts", x, axis), lambda: _split(x, axis, tape)).get((low, high))
+
+
+def _split(x: ir.Value, axis: int, tape: Tape) -> dict[tuple[int, int], Tensor]:
+    """Returns the outputs of a Split by their bounds; none if the Slices of x do not cover it."""
+    assert x.shape is not None
+    size = x.shape[axis]
+    slices = (user for user, _ in x.uses() if user.op_type == "Slice" and not user.domain)
+    free = (each for each in slices if each.graph is tape.graph and not _is_named(each.outputs[0]))
+    spans = (span for each in free if (span := _span(each)) is not None and span[0] == axis)
+    bounds = sorted({(low, high) for _, low, high in spans} - {(0, size)})
+    if [0, *(high for _, high in bounds)] != [*(low for low, _ in bounds), size]:
+        return {}
+    parts = op.Split(tape.tensor(x), [high - low for low, high in bounds], axis=axis)
+    return dict(zip(bounds, parts, strict=True))
+
+
+def _span(node: ir.Node) -> tuple[int, int, int] | None:
+    """Returns the axis of a Slice, its first index, and the one after its last.
+
+    Returns:
+        None for several axes, a step other than 1, no elements, or what is not constant.
+    """
+    x, *bounds = (*node.inputs, None, None)[:5]
+    start, end, axis, step = (
+        default if value is None else constant_number(value)
+        for value, default in zip(bounds, (None, None, 0, 1), strict=True)
+    )
+    if x is None or x.shape is None or start is None or end is None or axis is None or step != 1:
+        return None
+    size = x.shape[int(axis)]
+    if not isinstance(size, int):
+        return None
+    low, high, _ = slice(int(start), int(end)).indices(size)
+    return (int(axis) % len(x.shape), low, high) if low < high else None
+
+
+@pattern("SoftmaxCrossEntropyLoss")
+def _loss_of_rows(node: ir.Node, tape: Tape) -> Result:
+    """The cross-entropy of scores (N, C, d1, …) is that of rows (N·d1·…, C).
+
+    onnxruntime computes a LogSoftmax along another axis than the last by transposing twice; a loss
+    whose scores a LogSoftmax reads too shares it.
+    """
+    scores, labels, *weights = node.inputs
+    if scores is None or scores.shape is None or len(scores.shape) < 3 or labels is None:
+        return None
+    is_shared = any(user.op_type == "LogSoftmax" for user, _ in scores.uses())
+    classes = scores.shape[1]
+    if is_shared or any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
+        return None
+    if not isinstance(classes, int) or not classes:
+        return None
+    last = _transposed(*_source(scores, [0, *range(2, len(scores.shape)), 1]), tape)
+    targets, factors = tape.tensor(labels), [None if v is None else tape.tensor(v) for v in weights]
+    rows, places = op.Reshape(last, [-1, classes]), op.Reshape(targets, [-1])
+    loss: Tensor = op.SoftmaxCrossEntropyLoss(rows, places, *factors, **attribute_values(node))
+    is_scalar = node.attributes.get_string("reduction", "mean") != "none"
+    return [loss if is_scalar else op.Reshape(loss, op.Shape(targets))]
+
+
 PATTERNS: tuple[Pattern, ...] = (
     _identity,
     _cast_like,
@@ -119,7 +188,7 @@ PATTERNS: tuple[Pattern, ...] = (
     _transpose,
     _sequence_at,
 )
-"""The forms that are replaced, each by its pattern."""
+"""The forms that are replaced first, each by its pattern."""
 
 
 class _NormalForm(Pass):
@@ -129,21 +198,34 @@ class _NormalForm(Pass):
         """Rewrites the graph, except for operators with a rule of the user."""
         rewrite(draft.graph, draft.names, *(_unless_bound(each, draft) for each in PATTERNS))
         fold(draft.graph)
+        # Only now are the bounds of Slices constants, and sequences written as Slices.
+        later = [_unless_bound(_loss_of_rows, draft, may_be_y=True)]
+        if draft.is_free(ir.Node("", "Split", [])):
+            later.append(_unless_bound(_slice, draft))
+        rewrite(draft.graph, draft.names, *later)
 
 
-def _unless_bound(given: Pattern, draft: Draft) -> Pattern:
-    """Returns a pattern that skips tensors that a Gradient node names, and a user's operators."""
+def _unless_bound(given: Pattern, draft: Draft, *, may_be_y: bool = False) -> Pattern:
+    """Returns a pattern that skips tensors that a Gradient node names, and a user's operators.
+
+    Args:
+        given: The pattern.
+        draft: The model.
+        may_be_y: Whether the tensor that is differentiated is not skipped.
+    """
 
     def function(node: ir.Node, tape: Tape) -> Result:
-        if not draft.is_free(node) or any(map(_is_named, node.outputs)):
+        if not draft.is_free(node) or any(_is_named(each, not may_be_y) for each in node.outputs):
             return None
         return given.function(node, tape)
 
     return replace(given, function=function)
 
 
-def _is_named(value: ir.Value) -> bool:
-    return any(user.domain == BOUND_DOMAIN for user, _ in value.uses())
+def _is_named(value: ir.Value, as_y: bool = True) -> bool:
+    """Whether a Gradient node names a tensor; as its y, which is its last input, only if asked."""
+    uses = [use for use in value.uses() if use.node.domain == BOUND_DOMAIN]
+    return any(as_y or use.idx < len(use.node.inputs) - 1 for use in uses)
 
 
 def _first(node: ir.Node, tape: Tape) -> Tensor:
@@ -159,6 +241,23 @@ def _order(node: ir.Node) -> list[int] | None:
     if order is None and shape is not None:
         order = range(len(shape))[::-1]
     return None if order is None else list(order)
+
+
+def _source(x: ir.Value, order: list[int]) -> tuple[ir.Value, list[int]]:
+    """Returns what to transpose instead of x, and how, if a Transpose computes x."""
+    inner = producer_of(x, "Transpose")
+    before = None if inner is None or _is_named(x) else _order(inner)
+    if inner is None or before is None:
+        return x, order
+    source = inner.inputs[0]
+    assert source is not None
+    return source, [before[axis] for axis in order]
+
+
+def _transposed(x: ir.Value, order: list[int], tape: Tape) -> Tensor:
+    """Emits a Transpose, or returns x if that is in this order."""
+    y = tape.tensor(x)
+    return y if order == sorted(order) else op.Transpose(y, perm=order)
 
 
 NORMAL_FORM = _NormalForm("normal_form", SESSION)
