@@ -198,6 +198,22 @@ def test_gradients_do_not_exist_together() -> None:
         assert all(first is second for first, second in packed.arrays.values())
 
 
+def test_onnxruntime_optimizes_the_graph_as_without_it() -> None:
+    """Sums in updates run in kernels for convolutions, and must not count as such."""
+    with Tape(name="linear") as tape:
+        x = tape.input("x", np.float32, ["batch", WIDTH])
+        tape.output(x @ tape.initializer("w", np.eye(WIDTH, dtype=np.float32)), "y")
+    model = build(model=tape.model(), ema_decay=0.75)
+    levels = []
+    for early in (False, True):
+        trained = session(model, optimizer_in_backward=early)
+        trained.step(batches(1)[0])
+        (variant,) = trained._execution._caches[0]._general.variants  # type: ignore[union-attr]
+        assert variant._session is not None
+        levels.append(variant._session.get_session_options().graph_optimization_level)
+    assert levels == [onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL] * 2
+
+
 def test_small_models_are_updated_as_before() -> None:
     trained = TrainingSession(build(), optimizer_in_backward=True)
     assert not trained._execution._in_backward

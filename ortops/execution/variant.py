@@ -64,6 +64,8 @@ class Variant:
         self._inputs: SlicesByName = {}
         self._outputs: SlicesByName = {}
         gradients = list(graph)
+        # Opening takes half as long without onnxruntime's optimizations, which find little.
+        optimize = not is_mostly_blocked(graph)  # before updates, whose sums are in blocks as well
         if any(packed.joined for packed in template.packed):
             self._inputs, self._outputs = _join(graph, template.packed, template.in_backward)
         self._safe: set[str] = set()  # outputs that are written to the memory that is read
@@ -84,8 +86,6 @@ class Variant:
         }
         self._session = None  # without outputs, as if all gradients are fed
         if graph.outputs:
-            # Opening takes half as long without onnxruntime's optimizations, which find little.
-            optimize = not is_mostly_blocked(graph)
             limit = _LENT if sessions.lends else None
             proto, self._lent = external.move_out(model, limit)
             self._session = sessions.open(
