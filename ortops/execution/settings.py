@@ -31,6 +31,9 @@ class Settings:
         passed: The minimum number of packed elements for which gradients are passed from step to
             update in onnxruntime's memory, which the forward pass has used before. Below it, they
             are written to memory of their own, which is faster.
+        early: The minimum number of elements of a variable that is updated in the backward pass,
+            if this is wanted. Many smaller ones are updated faster together, and their gradients
+            take little memory.
         shapes: How many shapes of batches get graphs of their own. A data set of equal samples has
             two: that of a full batch and that of the last batch.
         threads: The number of threads that share the chunks, unless the session options set it.
@@ -53,6 +56,7 @@ class Settings:
     joined: int = 2**18
     chunk: int = 2**17
     passed: int = 2**22
+    early: int = 2**15
     shapes: int = 2
     threads: int = field(default_factory=_cores)
     spin: int | None = 20

@@ -31,13 +31,6 @@ from ortops.passes.rematerialization import Checkpoint, Rematerialization, names
 
 __all__ = ["Template"]
 
-_LARGE = 2**15
-"""The elements of a variable from which on it is updated in the backward pass, if this is wanted.
-
-Many smaller ones are updated faster together, and their gradients take little memory.
-"""
-
-
 _NOT_ELEMENTWISE = "it is not elementwise"
 _IN_BACKWARD = "it is part of the backward pass"
 
@@ -112,7 +105,7 @@ class Template:
                 step.feeds,
                 shown,
                 keep=self._keep,
-                alone=_LARGE if self.in_backward else math.inf,
+                alone=settings.early if self.in_backward else math.inf,
             )
         elif in_place and _size_of(graph, step.updates) > settings.joined:
             self.overwrites = True
@@ -142,7 +135,7 @@ class Template:
         """Returns a group with its memory, and its translation if it is to be compiled now."""
         in_place, settings = in_place and not small, self.sessions.settings
         translation: Translation | None = None
-        early = self.in_backward and group.size >= _LARGE and len(group.shapes) == 1
+        early = self.in_backward and group.size >= settings.early and len(group.shapes) == 1
         if self.sessions.kernels == "compiled" and early:
             names = [name for role in group.roles if role.updated for name in role.names]
             self.standard |= dict.fromkeys(names, _IN_BACKWARD)

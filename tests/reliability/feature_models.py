@@ -352,6 +352,12 @@ def collate_of(draw: Draw) -> Any:
     return {"collated": join, "list of samples": "pad"}.get(draw.data)
 
 
+def optimizer_of(draw: Draw) -> Any:
+    """Returns the optimizer of a draw. The smallest weights have moments of 8 bits as well."""
+    settings = {"block_size": 16, "min_8bit_size": 1} if draw.optimizer == "Adam8bit" else {}
+    return OPTIMIZERS[draw.optimizer](learning_rate=RATES[draw.rate](), **settings)
+
+
 def build(draw: Draw, source: Any) -> onnx.ModelProto:
     """Returns the trainable model of a draw, given its inference model in any form."""
     clipping: dict[str, Any] = {
@@ -361,7 +367,7 @@ def build(draw: Draw, source: Any) -> onnx.ModelProto:
     result = ortops.build_training_model(
         source,
         loss=loss_of(draw),
-        optimizer=OPTIMIZERS[draw.optimizer](learning_rate=RATES[draw.rate]()),
+        optimizer=optimizer_of(draw),
         trainable=["head*"] if draw.trainable == "some" else None,
         groups={"head*": {"learning_rate": 0.05}} if draw.groups else None,
         ema_decay=0.9 if draw.ema else None,

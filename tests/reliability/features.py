@@ -52,6 +52,7 @@ class Draw:
         batch_normalization: Which BatchNormalization layers use statistics of the batch.
         kernels: What computes updates.
         recompute: What is recomputed in the backward pass.
+        in_backward: Whether parameters are updated in the backward pass.
         data: The form of the training data; see `feature_models.in_form`.
         batch_size: Rows in a batch.
         epochs: Epochs.
@@ -95,6 +96,7 @@ class Draw:
     batch_normalization: str = "auto"
     kernels: str = "onnx"
     recompute: Any = None
+    in_backward: bool = False
     data: str = "list of batches"
     batch_size: int = 5
     epochs: int = 1
@@ -182,6 +184,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "batch_normalization": ("auto", "train", "frozen"),
     "kernels": ("onnx", "python", *_installed("llvmlite", "compiled", "auto")),
     "recompute": (None, "sqrt", 1, ("hidden",)),
+    "in_backward": (False, True),
     "data": (*BATCH_FORMS, *ROW_FORMS),
     "batch_size": (5, 4, 1, 16),
     "epochs": (1, 2, 3),
@@ -357,6 +360,34 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "it estimates one factor of the learning rate, which groups cannot have of their own",
         lambda optimizer, groups: optimizer == "Prodigy" and groups,
+    ),
+    Rule(
+        "gradients that do not exist together have no common norm",
+        lambda in_backward, clip: in_backward and clip in ("norm", "both"),
+    ),
+    Rule(
+        "its factor of the learning rate depends on all gradients",
+        lambda in_backward, optimizer: in_backward and optimizer == "Prodigy",
+    ),
+    Rule(
+        "with a scale of the loss an update waits for all gradients to be finite",
+        lambda in_backward, model: in_backward and model in ("half", "half overflowing"),
+    ),
+    Rule(
+        "gradients that are freed are not added up",
+        lambda in_backward, accumulate: in_backward and accumulate > 1,
+    ),
+    Rule(
+        "updates in the backward pass are standard operators",
+        lambda in_backward, kernels: in_backward and kernels == "python",
+    ),
+    Rule(
+        "the step of several entries might fail in the second one",
+        lambda in_backward, entries: in_backward and entries,
+    ),
+    Rule(
+        "these checks take gradients apart from updates",
+        lambda in_backward, also: in_backward and also in ("one big batch", "plain kernels"),
     ),
     Rule(
         "metrics of training are the metrics of validation",

@@ -21,7 +21,7 @@ from features import EXPORTED, Draw, draws, draws_of, is_legal, legal_pairs, pai
 from ortops import OrtopsError, TrainingSession
 
 DRAWS = int(os.environ.get("ORTOPS_FEATURES_DRAWS", "150" if SOAK == 1 else str(1000 * SOAK)))
-"""How many combinations are drawn: 549 have every pair of values, and the first 150 nine of ten."""
+"""How many combinations are drawn: 552 have every pair of values, and the first 150 nine of ten."""
 
 SEED = int(os.environ.get("ORTOPS_FEATURES_SEED", "0"))
 """Determines which ones."""
@@ -78,6 +78,19 @@ REFUSED = [
     ),
     (Draw(optimizer="Prodigy", groups=True), "groups must have one learning rate"),
     (Draw(optimizer="ScheduleFreeAdamW", ema=True), "ema_decay must be left out"),
+    (Draw(in_backward=True, clip="norm"), "reads the gradients of 3 parameters"),
+    (Draw(in_backward=True, optimizer="Prodigy"), "reads the gradients of 3 parameters"),
+    (Draw(in_backward=True, model="half"), "with the loss scaling of float16"),
+    (
+        Draw(in_backward=True, accumulate=2, batch_size=1, reference="fit"),
+        "fit.accumulate=. and distributed training are not available",
+    ),
+    (Draw(in_backward=True, kernels="python"), "not available with kernels='python'"),
+    (
+        Draw(in_backward=True, entries=True, trainable="some"),
+        "a step of 2 training_info entries; choose one",
+    ),
+    (Draw(in_backward=True, also="plain kernels"), "`gradients`, `apply`, .* are not available"),
 ]
 """Combinations that ortops refuses, with what it says."""
 
@@ -100,6 +113,15 @@ ONCE_WRONG = [
         reference="gradients",
     )
     for callback in ("BestModel", "restore_best")  # they kept the state after a skipped step
+]
+ONCE_WRONG += [  # onnxruntime did not optimize a graph that had more sums of updates than products
+    Draw(
+        model="convolutional",
+        optimizer="RMSprop",
+        ema=True,
+        trainable="some",
+        in_backward=True,
+    )
 ]
 
 
