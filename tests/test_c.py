@@ -17,6 +17,7 @@ from models import digits
 from models.lenet import lenet
 from ortops import TrainingSession, build_training_model, export_step
 from ortops.graph.safetensors import write_safetensors
+from ortops.optimizers import Adam8bit
 from tests.c.trainer import compile_trainer
 from tests.training_models import assert_same_arrays
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.c
 
 ROOT = Path(__file__).parents[1]
 BATCH, STEPS = 16, 12
+ADAM8BIT = Adam8bit(min_8bit_size=256)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,30 @@ def test_it_trains_as_python_does_and_python_goes_on(program: Path, folder: Path
     np.testing.assert_allclose(found, of_session, rtol=1e-5)
     onnx.checker.check_model(folder / "out.onnx", full_check=True)
     assert float(trained.step(batches()[0])["loss"]) < found[0]
+
+
+def test_it_keeps_moments_of_8_bits(program: Path, tmp_path: Path) -> None:
+    """As onnxruntime computes the step in Python, bit for bit."""
+    net = lenet(channels=(4, 8), hidden=16)
+    model = build_training_model(net, loss="SoftmaxCrossEntropy", optimizer=ADAM8BIT)
+    export_step(model, tmp_path)
+    images, labels = (array[: 5 * BATCH] for array in digits.load().train)
+    write_safetensors(tmp_path / "data.safetensors", {"images": images, "labels": labels})
+    run(program, tmp_path)
+    session = onnxruntime.InferenceSession(
+        tmp_path / "step.onnx", providers=["CPUExecutionProvider"]
+    )
+    variables = json.loads((tmp_path / "step.json").read_text())["variables"]
+    state = dict(TrainingSession(tmp_path / "model.onnx").state)
+    for batch in batches():
+        names = [output.name for output in session.get_outputs()]
+        results = dict(zip(names, session.run(None, batch | state), strict=True))
+        state |= {n: results[v["next"]] for n, v in variables.items() if v["next"]}
+    trained = TrainingSession(tmp_path / "out.onnx")
+    assert_same_arrays(trained.state, state)
+    codes = [a for a in trained.state.values() if a.dtype == np.uint8]
+    assert len(codes) == 4
+    assert all(len(np.unique(array)) > 50 for array in codes)
 
 
 def test_no_step_writes_the_same_file(program: Path, folder: Path) -> None:

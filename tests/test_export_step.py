@@ -63,7 +63,7 @@ class Driver:
         found = {}
         for name, entry in json.loads(content[8 : 8 + size]).items():
             begin, end = (8 + size + offset for offset in entry["data_offsets"])
-            kind = {"F": "f", "I": "i"}[entry["dtype"][0]]
+            kind = {"F": "f", "I": "i", "U": "u"}[entry["dtype"][0]]
             dtype = np.dtype(f"<{kind}{int(entry['dtype'][1:]) // 8}")
             found[name] = np.frombuffer(content[begin:end], dtype).reshape(entry["shape"])
         return found

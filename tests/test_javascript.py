@@ -22,6 +22,7 @@ from models import digits
 from models.lenet import lenet
 from ortops import TrainingSession, build_training_model, export_step
 from ortops.graph.safetensors import read_safetensors, write_safetensors
+from ortops.optimizers import Adam8bit
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -105,6 +106,31 @@ def test_node_trains_as_python_does(package: str, trained: Trained, tmp_path: Pa
     stock = onnxruntime.InferenceSession(saved, providers=CPU)
     (logits,) = stock.run(None, {"images": test.images})
     assert np.mean(logits.argmax(1) == test.labels) == pytest.approx(report["accuracy"])
+
+
+@pytest.mark.slow
+@pytest.mark.javascript
+@pytest.mark.parametrize("package", ["onnxruntime-node", "onnxruntime-web"])
+def test_node_keeps_moments_of_8_bits(package: str, tmp_path: Path) -> None:
+    """The losses are those of Python until codes that differ by rounding have added up."""
+    optimizer = Adam8bit(min_8bit_size=1024)
+    model = build_training_model(lenet(), loss="SoftmaxCrossEntropy", optimizer=optimizer)
+    folder = make_folder(model, tmp_path / "folder")
+    session, train = TrainingSession(model), digits.load().train._asdict()
+    losses = []
+    for first in range(0, len(train["labels"]), ROWS):
+        batch = {name: array[first : first + ROWS] for name, array in train.items()}
+        losses.append(float(session.step(batch)["loss"]))
+    report = json.loads(node("train.mjs", WEB, package, folder, folder, tmp_path).splitlines()[-1])
+    np.testing.assert_allclose(report["losses"][: len(losses)], losses, rtol=2e-3)
+    assert report["accuracy"] > 0.85
+    trained = TrainingSession(tmp_path / "model.onnx")
+    assert trained.steps_done == EPOCHS * len(losses)
+    state = read_safetensors(tmp_path / "state.safetensors")
+    assert_same_arrays({name: trained.state[name] for name in state}, state)
+    codes = [array for array in state.values() if array.dtype == np.uint8]
+    assert codes
+    assert all(len(np.unique(array)) > 50 for array in codes)
 
 
 @pytest.mark.javascript
