@@ -214,6 +214,9 @@ def test_a_message_in_parts_has_the_bytes_of_the_whole() -> None:
     assert message(light) == model.SerializeToString()
 
 
+@pytest.mark.skipif(
+    sys.platform == "win32", reason="on Windows files are read as a whole, not held"
+)
 def test_a_failed_read_leaves_the_old_file(tmp_path: Path) -> None:
     """Data that cannot be read are noticed in the middle of writing."""
     source, path = tmp_path / "model.onnx", tmp_path / "trainable.onnx"
