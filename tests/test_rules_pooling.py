@@ -16,6 +16,7 @@ from onnx import helper
 from running import run
 
 import ortops
+from ortops.autodiff.rules import pooling
 
 UNIT = {"epsilon": 1.0, "rtol": 2e-6}
 
@@ -332,14 +333,38 @@ def test_average_of_a_window_that_is_cut_off(
     np.testing.assert_allclose(run(lowered(case), {"x": x, "w": w})[0][0, 0], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("op", ["AveragePool", "LpPool"])
+def test_a_kernel_much_larger_than_an_input_of_unknown_size(op: str) -> None:
+    """As in EfficientNets of transformers; a transposed convolution would take gigabytes."""
+    attributes = {"kernel_shape": [1280, 640], "strides": [1280, 640], "ceil_mode": 1}
+    x, w = normal(2, 3, 4, 5, dtype=np.float32), normal(2, 3, 1, 1, dtype=np.float32)
+    case = Case(op, [x], attributes)
+    model = lowered_each([case], [w.shape], ("N", "C", "H", "W"))
+    expected = (
+        w / 20 + 0 * x
+        if op == "AveragePool"
+        else w * x / np.sqrt((x**2).sum((2, 3), keepdims=True))
+    )
+    np.testing.assert_allclose(run(model, {"x": x, "w": w})[0], expected, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [21, 22])
-@pytest.mark.parametrize("op", ["MaxPool", "AveragePool", "counted AveragePool", "LpPool"])
-def test_against_windows_in_float64(op: str, opset: int) -> None:
+@pytest.mark.parametrize(
+    ("op", "large"),
+    [
+        *((op, 256) for op in ("MaxPool", "AveragePool", "counted AveragePool", "LpPool")),
+        *((op, 0) for op in ("AveragePool", "counted AveragePool", "LpPool")),  # by products
+    ],
+)
+def test_against_windows_in_float64(
+    op: str, opset: int, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also windows that reach beyond the padding, and those that meet no element at all.
 
     Gradients of one x are computed by one model, and for unknown sizes by one model for all x.
     """
+    monkeypatch.setattr(pooling, "_LARGE_KERNEL", large)
     at_run_time = {}
     for (length, window, pads), group in itertools.groupby(WIDE, operator.itemgetter(0, 1, 3)):
         x = np.random.default_rng(length).permutation(2 * length) - length + 0.5

@@ -64,7 +64,6 @@ class Peer:
         update: Whether it supports updates alone.
         exported: Whether it supports training steps of exporters' files.
         networks: The networks that exporters' files may have; all if none are listed.
-        without: Networks of them that it does not support.
         optimizers: The optimizers that it supports.
         start: Whether its start-up time and memory are measured.
     """
@@ -78,7 +77,6 @@ class Peer:
     update: bool = True
     exported: bool = True
     networks: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     start: bool = False
 
@@ -91,7 +89,7 @@ class Peer:
         """Returns whether it supports a task, if its requirements are installed."""
         kind = self.update if network == UPDATE else self.training
         if exported:
-            fits = network not in self.without and network in (self.networks or (network,))
+            fits = network in (self.networks or (network,))
             kind = kind and self.exported and fits
         return kind and optimizer in self.optimizers
 
@@ -132,14 +130,7 @@ PEERS: Mapping[str, Peer] = {
         update=False,
         exported=False,
     ),
-    # A step graph for any sizes cannot clamp the kernel of EfficientNet's last pooling.
-    STEP_GRAPH: Peer(
-        "with_step_graph",
-        {"target": "onnxruntime"},
-        "onnxruntime",
-        update=False,
-        without=("efficientnet in training mode",),
-    ),
+    STEP_GRAPH: Peer("with_step_graph", {"target": "onnxruntime"}, "onnxruntime", update=False),
     "ortops, step graph for any runtime": Peer(
         "with_step_graph", {"target": None}, "onnxruntime", update=False, exported=False
     ),

@@ -22,8 +22,11 @@ from ortops.autodiff.rules.convolution import (
 from ortops.autodiff.rules.table import vjp
 from ortops.errors import UnsupportedError
 from ortops.graph.edit import describe
-from ortops.graph.shapes import expand_like, reshape_like, size_of
+from ortops.graph.shapes import expand_like, index_range, reshape_like, size_of
 from ortops.graph.tensor import Tensor, op, zeros_like
+
+_LARGE_KERNEL = 256
+"""The area of a kernel above which products replace transposed convolutions of unknown sizes."""
 
 
 def _with_channels_in_batch(x: Tensor, rank: int) -> Tensor:
@@ -42,17 +45,42 @@ def _spread(g: Tensor, x: Tensor, at: Windows) -> Tensor:
     at = _clamped(g, x, at)
     if _cover(g, x, at):
         return expand_like(g, x)
-    kernel = cast(tuple[int, ...], at.kernel)
+    kernel, sizes = cast(tuple[int, ...], at.kernel), static_sizes(x, at.rank)
     if set(at.strides) == set(at.dilations) == {1} and at.pads is not None:
         pads = mirrored_pads(at)
         if min(pads) >= 0:
             mean = op.AveragePool(g, kernel_shape=kernel, pads=pads, count_include_pad=1)
             return (mean * math.prod(kernel)).with_shape_of(x)
+    if None in (*sizes, *static_sizes(g, at.rank)) and math.prod(kernel) > _LARGE_KERNEL:
+        return _spread_by_products(g, x, at)
     channels = _with_channels_in_batch(g, at.rank)
     like = _with_channels_in_batch(x, at.rank)
     ones = np.ones((1, 1, *kernel), g.dtype)
     result = input_gradient(channels, x.tape.constant(ones), like, at, 1)
     return reshape_like(result, x)
+
+
+def _spread_by_products(g: Tensor, x: Tensor, at: Windows) -> Tensor:
+    """Returns the same, without work that grows with the area of the kernel.
+
+    The window is a product of one interval for each axis, so the sum over windows is a product with
+    one matrix for each axis: which windows contain which elements.
+    """
+    first = 2  # the first spatial axis
+    rotated = [*range(first), first + at.rank - 1, *range(first, first + at.rank - 1)]
+    result = g
+    for axis in reversed(range(at.rank)):
+        elements = index_range(size_of(x, [first + axis]), x)
+        starts = index_range(size_of(g, [first + axis]), g) * at.strides[axis] - at.begin[axis]
+        offsets = elements - op.Unsqueeze(starts, [1])  # in the windows, (windows, elements)
+        dilation, most = at.dilations[axis], cast(int, at.kernel[axis])
+        inside = op.And(offsets >= 0, offsets <= (most - 1) * dilation)
+        if dilation > 1:
+            inside = op.And(inside, op.Equal(op.Mod(offsets, dilation), 0))
+        result = op.MatMul(result, inside.astype(g.dtype))
+        if at.rank > 1:
+            result = op.Transpose(result, perm=rotated)
+    return result.with_shape_of(x)
 
 
 def _clamped(g: Tensor, x: Tensor, at: Windows) -> Windows:
@@ -123,7 +151,10 @@ def _averaged(g: Tensor, x: Tensor, at: Windows, ceil_mode: int, include_pad: in
     is_whole = not ceil_mode and at.may_fit(static_sizes(x, at.rank))
     if is_whole and (include_pad or not at.is_padded):
         return g / math.prod(cast(tuple[int, ...], at.kernel))
-    return g / _counts(g, x, at, bool(include_pad))
+    counts = _counts(g, x, at, bool(include_pad))
+    if _may_miss(x, at):  # infinity would become NaN in a product with 0
+        counts = op.Max(counts, np.array(1, g.dtype))
+    return g / counts
 
 
 def _refuse_dilated_same(y: Tensor, placement: Placement) -> None:
