@@ -181,15 +181,18 @@ class JoinedSession(TrainingSession):
                 "join: communicator must have rank < size, sum(array) and broadcast(array), got "
                 f"{communicator!r:.80}"
             )
+        joined = None
+        if size > 1:  # all checks come first, so that the session stays as it is if one fails
+            session._execution.split_step()  # raises an error if the algorithm has no gradients
+            joined = JoinedSteps(session._loaded, communicator)
+            joined.check_same(session._file.digest())
+            joined.take_state()
         self.__dict__ = session.__dict__  # the same memory and the same lock
         session.__class__ = JoinedSession  # other references to it are joined, too
         self._communicator, self._rank, self._size = communicator, rank, size
-        if size > 1:
-            self._execution.split_step()  # raises an error if the algorithm has no gradients
-            self._steps = self._joined = JoinedSteps(self._loaded, communicator)
+        if joined is not None:
+            self._steps = self._joined = joined
             self._file.writes = not rank
-            self._joined.check_same(self._file.digest())
-            self._joined.take_state()
 
     @property
     def rank(self) -> int:

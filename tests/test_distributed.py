@@ -564,7 +564,8 @@ def test_ranks_with_other_models_are_refused() -> None:
     message = r"join: rank 1 has another model than rank 0; open the same file in all ranks"
     with pytest.raises(ModelError, match=message):
         in_ranks(joined(one, TrainingSession(build(classifier(hidden=9)))))
-    one = TrainingSession(build(classifier(), loss="SoftmaxCrossEntropy"))
+    assert type(one) is TrainingSession  # and trains on alone
+    one.fit(labelled((6,)), progress=False)
     with pytest.raises(ModelError, match=message):
         in_ranks(joined(one, TrainingSession(build(affine(), loss="MeanSquaredError"))))
     begun = TrainingSession(build(classifier()))
