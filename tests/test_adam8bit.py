@@ -51,6 +51,8 @@ def quantized(values: Array, terms: Array, signed: bool) -> tuple[Array, Array, 
         margin = np.min(np.abs(np.abs(share)[..., None] - edges), axis=-1) * scale / terms
     if signed:
         number = np.where(share < 0, 127 - np.minimum(number, 127), 127 + number)
+    else:
+        number = np.where(share > 0, np.maximum(number, 1), 0)
     return number, scale, margin
 
 
@@ -129,6 +131,24 @@ def test_arrays_follow_the_paper(shape: tuple[int, ...], dtype: Any, block: int)
         x, state = new[0], dict(zip(state, new[1:], strict=True))
         after = {"x": x, **{name.lower(): array for name, array in state.items()}}
         assert_follows(before, after, t, g)
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e-6])
+def test_an_update_is_small_if_a_gradient_vanishes(factor: float) -> None:
+    """Also where it was small next to others in its block, so that its square has no code.
+
+    The ratio of the moments is at most (1 - α) / √(1 - β) then, as without quantization.
+    """
+    optimizer = Adam8bit(min_8bit_size=1)
+    x, g = np.zeros(256, np.float32), np.full(256, factor, np.float32)
+    g[0] = 1
+    shapes, dtypes = optimizer.state_shapes(x.shape), optimizer.state_dtypes(x.dtype)
+    state = [np.zeros(shape, dtypes[name]) for name, shape in shapes.items()]
+    for t in range(1, 20):
+        new = optimizer.update(np.float32(1), np.int64(t), x, g, *state)
+        assert np.abs(new[0] - x).max() < 1.1 * (1 - ALPHA) / np.sqrt(1 - BETA)
+        x, *state = new
+        g[1:] = 0
 
 
 def a_model(dtype: Any = np.float32) -> onnx.ModelProto:

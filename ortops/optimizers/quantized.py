@@ -47,7 +47,9 @@ def adam8bit(
 
     The shares are those of dynamic tree quantization. Between 10^(e-7) and 10^(e-6), for e from 0
     to 6, there are 2^e intervals of equal length for each sign, or 2^(e+1) for H, which has no
-    sign. A code stands for the middle of its interval. Two more codes stand for 0 and 1.
+    sign. A code stands for the middle of its interval. Two more codes stand for 0 and 1. The code
+    of 0 is for all V below the first interval, but for no H above 0, which get the code of the
+    first interval: without it, V could be divided by ``epsilon`` alone.
 
     Args:
         r: Learning rate, 0-d, float32 or float64.
@@ -69,7 +71,8 @@ def adam8bit(
     Source:
         Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization",
         2021. The codes are those of the package ``bitsandbytes``; where two intervals of different
-        length meet, that package rounds to the nearest share. There is no ONNX operator for it.
+        length meet, that package rounds to the nearest share, and it rounds small H to 0. There is
+        no ONNX operator for it.
 
     Example:
         >>> x, g = np.float64([1, 2, 3]), np.float64([3, -4, 0.001])
@@ -94,7 +97,9 @@ def adam8bit(
     v_scale_new, position = _positions(magnitudes, 1)
     h_scale_new, place = _positions(n, 2)
     v_new = xp.maximum(xp.sign(m) * position + 127.0, 0.0)  # there is no code for -1
-    codes = v_new.astype(np.uint8), (place - 1.0).astype(np.uint8)
+    # If H were 0 and V were not, a gradient of 0 would leave V divided by epsilon alone.
+    h_new = xp.maximum(place - 1.0, xp.sign(n))
+    codes = v_new.astype(np.uint8), h_new.astype(np.uint8)
     return arrays(xp.reshape(x_new, x.shape), codes[0], v_scale_new, codes[1], h_scale_new)
 
 
