@@ -21,6 +21,8 @@ PAGE = ROOT / "ortops" / "docs" / "speed.md"
 MEASURED = ROOT / "benchmarks" / "measured.json"
 BEGIN, END = "<!-- speed: begin -->", "<!-- speed: end -->"
 START, MEMORY = "start to the end of the first step", "peak memory"
+UPDATES = "update of "
+"""How names of workloads begin that are not training steps, but updates alone."""
 SHOWN = ("onnxruntime", "torch", "jax")
 RATIOS: Mapping[str, str] = {
     "step": "a step",
@@ -91,7 +93,8 @@ def short(measured: Measured) -> Iterator[str]:
     yield _row("CPU", "workloads", "step: median, worst", "start", "memory")
     yield _row(*["---"] * 5)
     for name, of_cpu in measured.items():
-        works = {work: line for work, line in of_cpu["works"].items() if line["peer"] != C}
+        steps = (work for work in of_cpu["works"] if not work.startswith(UPDATES))
+        works = {work: of_cpu["works"][work] for work in steps}
         cells = [_spread(works, ratio) for ratio in ("step", "start", "memory")]
         worst = max(works, key=lambda work: works[work]["step"])
         yield _row(name, str(len(works)), f"{cells[0]} ({worst})", *cells[1:])

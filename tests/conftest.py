@@ -117,6 +117,18 @@ def without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_blocks(monkeypatch)
 
 
+@pytest.fixture
+def hangups_arrive() -> Generator[None, None, None]:
+    """Child processes get SIGHUP, also where the shell ignores it, as under ``nohup``."""
+    number = getattr(signal, "SIGHUP", None)
+    ignored = number is not None and signal.getsignal(number) == signal.SIG_IGN
+    if number is not None and ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    if number is not None and ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class LeftOut(pytest.File):
     """A file of which nothing is collected; without it, pytest would say that there is no file."""
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from attacks import run_code
 
-pytestmark = pytest.mark.slow  # each test starts a process
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("hangups_arrive")]  # in processes
 
 PRELUDE = """
     import logging, os, signal, sys, time
