@@ -105,15 +105,26 @@ def emit(
         domain,
         op_type,
         [None if tensor is None else tensor.value for tensor in inputs],
-        ir.convenience.convert_attributes(
-            {name: value for name, value in attributes.items() if value is not None}
-        ),
+        [_attribute(name, value) for name, value in attributes.items() if value is not None],
         num_outputs=len(shapes),
     )
     tape.append(node)
     for value, shape in zip(node.outputs, shapes, strict=True):
         value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
     return tuple(tape.tensor(value) for value in node.outputs)
+
+
+def _attribute(name: str, value: float | str | Sequence[int]) -> ir.Attr:
+    """Returns an attribute; `ir.convenience` takes as long as all else of a new node together."""
+    match value:
+        case int():
+            return ir.AttrInt64(name, value)
+        case float():
+            return ir.AttrFloat32(name, value)
+        case str():
+            return ir.AttrString(name, value)
+        case _:
+            return ir.AttrInt64s(name, value)
 
 
 def emit_one(
