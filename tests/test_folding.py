@@ -26,6 +26,11 @@ FOUND: dict[str, tuple[Callable[[Tensor], Any], set[str]]] = {
     ),
     "all but the first": (lambda x: op.Shape(x, start=1), {"Shape"}),
     "half": (lambda x: op.Div(op.Gather(op.Shape(x), [2]), [2]), {"Div"}),
+    "remainder": (lambda x: op.Mod(op.Shape(x, start=1) - 5, np.array([3, -3])), {"Mod", "Sub"}),
+    "remainder, as in C": (
+        lambda x: op.Mod(op.Shape(x, start=1) - 5, np.array([3, -3]), fmod=1),
+        {"Mod", "Sub"},
+    ),
     "floor": (
         lambda x: op.Cast(op.Floor(op.Cast(op.Shape(x, start=1), to=1) * np.float32(1.5)), to=7),
         {"Cast", "Floor", "Mul"},
@@ -84,6 +89,7 @@ STAYS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "many numbers of few": (lambda x: op.Expand(np.zeros(1, np.int64), [2000]), "Expand"),
     "what rounds differently on machines": (lambda x: op.Exp(np.ones(2, np.float32)), "Exp"),
     "negative division": (lambda x: op.Div(np.array([-7]), np.array([2])), "Div"),
+    "remainder of a division by zero": (lambda x: op.Mod(np.array([7]), np.array([0])), "Mod"),
     "beyond an integer": (lambda x: op.Cast(np.array([1e30], np.float32), to=6), "Cast"),
 }
 

@@ -260,6 +260,38 @@ def test_parts_of_size_1_without_their_axis() -> None:
     np.testing.assert_allclose(dx, 2 * x * (np.argsort(order) + 1.0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["", "gap"])
+def test_single_indices(whole: bool) -> None:
+    """As PyTorch's exporters take queries, keys and values from a stack of them."""
+    places = [3, -5, 0, -1, 4, 2] if whole else [3, -5, 0, 3, 4, 2]
+    reads = " ".join(
+        f"k{i} = Constant<value = int64 {{{place}}}>() p{i} = Gather<axis=-1>(x, k{i}) "
+        f"q{i} = Unsqueeze(p{i}, n1)"
+        for i, place in enumerate(places)
+    )
+    h = ", ".join(f"q{i}" for i in range(6))
+    model = lowered(of_parts(f"{reads} h = Concat<axis=1>({h})"), NORMAL_FORM)
+    assert counts(model, "Gather", "Pad", "Split") == ((0, 0, 2) if whole else (6, 6, 1))
+    x = np.random.default_rng(0).standard_normal((2, 6)).astype(np.float32)
+    loss, dx = run(model, {"x": x})
+    taken, slope = x.astype(np.float64)[:, places], np.zeros((2, 6))
+    np.add.at(slope, (slice(None), np.array(places) % 6), 2 * taken * np.arange(1.0, 7.0))
+    np.testing.assert_allclose(loss, np.sum(taken**2 * np.arange(1.0, 7.0)), rtol=1e-5)
+    np.testing.assert_allclose(dx, slope, rtol=1e-5)
+
+
+def test_an_index_and_a_slice() -> None:
+    body = (
+        "b = Slice(x, n1, n6, n1) a = Gather<axis=1>(x, i0) c = Unsqueeze(a, n1) "
+        "h = Concat<axis=1>(b, c)"
+    )
+    model = lowered(of_parts(body), NORMAL_FORM)
+    assert counts(model, "Gather", "Slice", "Pad", "Split") == (0, 0, 0, 2)
+    x = np.random.default_rng(0).standard_normal((2, 6)).astype(np.float32)
+    _, dx = run(model, {"x": x})
+    np.testing.assert_allclose(dx, 2 * x * [6.0, 1.0, 2.0, 3.0, 4.0, 5.0], rtol=1e-5)
+
+
 def test_parts_of_integers_stay_slices() -> None:
     body = (
         "i = Cast<to=7>(x) b = Slice(i, n0, n2, n1) c = Slice(i, n2, n6, n1) "

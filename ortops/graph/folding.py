@@ -168,6 +168,12 @@ def _gather(x: Array, indices: Array, *, axis: int = 0) -> Array:
     return np.take(x, indices, axis)
 
 
+def _modulo(a: Array, b: Array, *, fmod: int = 0) -> Array:
+    if a.dtype.kind == "f" or not b.all():
+        raise ValueError
+    return np.fmod(a, b) if fmod else np.mod(a, b)
+
+
 def _range(start: Array, limit: Array, delta: Array) -> Array:
     if start.dtype.kind == "f" or (limit - start) / delta > _MOST:
         raise ValueError
@@ -252,6 +258,7 @@ _COMPUTES: Mapping[str, Callable[..., Any]] = {
     "LessOrEqual": np.less_equal,
     "Max": _of_integers(lambda *xs: functools.reduce(np.maximum, xs)),
     "Min": _of_integers(lambda *xs: functools.reduce(np.minimum, xs)),
+    "Mod": _modulo,
     "Mul": np.multiply,
     "Neg": np.negative,
     "Not": np.logical_not,

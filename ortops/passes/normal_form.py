@@ -104,44 +104,47 @@ def _sequence_at(node: ir.Node, tape: Tape) -> Result:
     return part if given is not None or keeps else op.Squeeze(part, [axis])
 
 
-@pattern("Slice")
-def _slice(node: ir.Node, tape: Tape) -> Result:
-    """A Slice of a whole axis is x; Slices that cover an axis once are the outputs of a Split(x).
+@pattern("Gather", "Slice")
+def _part(node: ir.Node, tape: Tape) -> Result:
+    """Slices and Gathers of one index that cover an axis once are the outputs of a Split(x).
 
-    The gradient of a Split is one Concat, and that of each Slice is a Pad to the size of x.
-    Integers have no gradient, and the Slices of shapes are folded.
+    A Slice of a whole axis is x. The gradient of a Split is one Concat, and that of each part a Pad
+    to the size of x. Integers have no gradient, and the parts of shapes are folded.
     """
     x, span = node.inputs[0], _span(node)
     if x is None or x.shape is None or span is None:
         return None
     axis, low, high = span
-    if (low, high) == (0, x.shape[axis]):
+    if (low, high) == (0, x.shape[axis]) and node.op_type == "Slice":
         return tape.tensor(x)
     if x.dtype is None or not x.dtype.is_floating_point():
         return None
-    return tape.once(("parts", x, axis), lambda: _split(x, axis, tape)).get((low, high))
+    part = tape.once(("parts", x, axis), lambda: _split(x, axis, tape)).get((low, high))
+    return op.Squeeze(part, [axis]) if part is not None and node.op_type == "Gather" else part
 
 
 def _split(x: ir.Value, axis: int, tape: Tape) -> dict[tuple[int, int], Tensor]:
-    """Returns the outputs of a Split by their bounds; none if the Slices of x do not cover it."""
+    """Returns the outputs of a Split by their bounds; none if the parts of x do not cover it."""
     assert x.shape is not None
     size = x.shape[axis]
-    slices = (user for user, _ in x.uses() if user.op_type == "Slice" and not user.domain)
-    free = (each for each in slices if each.graph is tape.graph and not _is_named(each.outputs[0]))
+    parts = (u for u, _ in x.uses() if u.op_type in ("Gather", "Slice") and not u.domain)
+    free = (each for each in parts if each.graph is tape.graph and not _is_named(each.outputs[0]))
     spans = (span for each in free if (span := _span(each)) is not None and span[0] == axis)
     bounds = sorted({(low, high) for _, low, high in spans} - {(0, size)})
     if [0, *(high for _, high in bounds)] != [*(low for low, _ in bounds), size]:
         return {}
-    parts = op.Split(tape.tensor(x), [high - low for low, high in bounds], axis=axis)
-    return dict(zip(bounds, parts, strict=True))
+    made = op.Split(tape.tensor(x), [high - low for low, high in bounds], axis=axis)
+    return dict(zip(bounds, made, strict=True))
 
 
 def _span(node: ir.Node) -> tuple[int, int, int] | None:
-    """Returns the axis of a Slice, its first index, and the one after its last.
+    """Returns the axis of a part, its first index, and the one after its last.
 
     Returns:
         None for several axes, a step other than 1, no elements, or what is not constant.
     """
+    if node.op_type == "Gather":
+        return _span_of_index(node)
     x, *bounds = (*node.inputs, None, None)[:5]
     start, end, axis, step = (
         default if value is None else constant_number(value)
@@ -154,6 +157,19 @@ def _span(node: ir.Node) -> tuple[int, int, int] | None:
         return None
     low, high, _ = slice(int(start), int(end)).indices(size)
     return (int(axis) % len(x.shape), low, high) if low < high else None
+
+
+def _span_of_index(node: ir.Node) -> tuple[int, int, int] | None:
+    """Returns the same for a Gather of one index, whose output lacks the axis; None for others."""
+    x, index = node.inputs[:2]
+    number = None if index is None or index.shape is None else constant_number(index)
+    if x is None or x.shape is None or number is None or index is None or len(index.shape or ()):
+        return None
+    axis = (node.attributes.get_int("axis", 0) or 0) % len(x.shape)
+    size, place = x.shape[axis], int(number)
+    if not isinstance(size, int) or not -size <= place < size:
+        return None
+    return axis, place % size, place % size + 1
 
 
 @pattern("SoftmaxCrossEntropyLoss")
@@ -201,7 +217,7 @@ class _NormalForm(Pass):
         # Only now are the bounds of Slices constants, and sequences written as Slices.
         later = [_unless_bound(_loss_of_rows, draft, may_be_y=True)]
         if draft.is_free(ir.Node("", "Split", [])):
-            later.append(_unless_bound(_slice, draft))
+            later.append(_unless_bound(_part, draft))
         rewrite(draft.graph, draft.names, *later)
 
 
