@@ -343,7 +343,7 @@ def test_a_file_of_2_gb_is_no_model(act: str, tmp_path: Path) -> None:
 
 @unix
 def test_a_pipe_without_end_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_MESSAGE", 2**20)
+    monkeypatch.setattr(loading, "MOST_BYTES", 2**20)
     path = tmp_path / "model.onnx"
     os.mkfifo(path)
 
