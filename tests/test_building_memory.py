@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,23 +9,19 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from memory_peaks import counts_peaks, deep, peak
 
 import ortops
-from ortops import Tape, op
 from ortops.building.builder import build_light
 from ortops.graph.files import external
 from ortops.graph.files.messages import initializers, is_light, location_of
 from ortops.graph.files.saving import write_model
 from ortops.graph.files.streaming import serialized_parts
 
-MEASURED = """
+SETUP = """
 import sys
 
 import ortops
-
-def kilobytes(name):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(name))
 
 small, model, path, *command = sys.argv[1:]
 
@@ -40,26 +35,11 @@ def build(model):
         ortops.build_training_file(model, path, loss="MeanSquaredError", optimizer="Adam")
 
 build(small)  # imports
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # the peak starts from here
-before = kilobytes("VmRSS")
-build(model)
-print(kilobytes("VmHWM") - before)
 """
 
 
-def deep(width: int, count: int, dtype: Any = np.float32) -> onnx.ModelProto:
-    with Tape(name="deep") as tape:
-        x = tape.input("x", dtype, ["batch", width])
-        for number in range(count):
-            weight = np.eye(width) + number * np.arange(width) / width
-            x = op.Tanh(x @ tape.initializer(f"w{number}", weight.astype(dtype)))
-        tape.output(x, "y")
-    return tape.model()
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak")
+@counts_peaks
 @pytest.mark.parametrize("command", [[], ["command"]], ids=["Python", "command line"])
 def test_the_peak_is_a_few_tensors(tmp_path: Path, command: list[str]) -> None:
     """Of 16 weights of 4 MiB and their 32 moments, which are untouched zeros, two exist at a time.
@@ -69,8 +49,7 @@ def test_the_peak_is_a_few_tensors(tmp_path: Path, command: list[str]) -> None:
     small, model, path = (str(tmp_path / name) for name in ("small.onnx", "model.onnx", "out.onnx"))
     ortops.save_model(deep(64, 2), small)
     ortops.save_model(deep(1024, 16), model)
-    found = subprocess.check_output([sys.executable, "-c", MEASURED, small, model, path, *command])
-    assert int(found) < 8 * 4096  # in KiB
+    assert peak(SETUP, "build(model)", small, model, path, *command) < 8 * 4096
     assert Path(path).stat().st_size > 48 * 2**22
 
 
@@ -157,7 +136,7 @@ def test_weights_in_a_file_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_model_beyond_the_limit_of_a_file(tmp_path: Path) -> None:
-    """The same data in a file of their own; the limit stands for 2 GB."""
+    """The same data in a file of their own, with a smaller limit than 2 GB."""
     settings: dict[str, Any] = {"loss": "MeanSquaredError", "optimizer": "Adam", "ema_decay": 0.5}
     given = deep(32, 2, np.float16)
     ortops.save_model(given, tmp_path / "model.onnx")

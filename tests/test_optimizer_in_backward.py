@@ -5,8 +5,6 @@ Whether a writer waits is read from the graph that onnxruntime runs, as it wrote
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from memory_peaks import counts_peaks, deep, peak
 
 import ortops
 from ortops import ArgumentError, Tape, TrainingSession, UnsupportedError, build_training_model, op
@@ -327,43 +326,28 @@ def test_fit_trains() -> None:
     assert_equal(*sessions)
 
 
-MEASURED = """
+SETUP = """
 import sys
 import numpy as np
 import ortops
 
-def kilobytes(key):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(key))
-
 path, early = sys.argv[1], sys.argv[2] == "True"
 session = ortops.TrainingSession(path, optimizer_in_backward=early)
 feeds = {name: np.ones((2, 1024), np.float32) for name in ("x", "targets")}
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # the peak starts from here
-before = kilobytes("VmRSS")
+"""
+STEPS = """
 for _ in range(3):
     session.step(feeds, outputs=["loss"])
-print(kilobytes("VmHWM") - before)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak")
+@counts_peaks
 def test_the_peak_lacks_the_gradients(tmp_path: Path) -> None:
     """Of 16 weights of 4 MiB, whose gradients exist together in ordinary steps."""
     width, count = 1024, 16
-    with Tape(name="deep") as tape:
-        x = tape.input("x", np.float32, ["batch", width])
-        for number in range(count):
-            weight = np.eye(width, dtype=np.float32)
-            x = op.Tanh(x @ tape.initializer(f"w{number}", weight))
-        tape.output(x, "y")
     path = tmp_path / "deep.onnx"
-    ortops.save_model(build("SGD", tape.model()), path)
-    peaks = [
-        int(subprocess.check_output([sys.executable, "-c", MEASURED, str(path), str(early)]))
-        for early in (False, True)
-    ]
+    ortops.save_model(build("SGD", deep(width, count)), path)
+    peaks = [peak(SETUP, STEPS, str(path), str(early)) for early in (False, True)]
     assert peaks[0] > 0.8 * count * width * width * 4 / 1024
     assert peaks[1] < 0.4 * peaks[0]

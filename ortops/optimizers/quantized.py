@@ -47,9 +47,9 @@ def adam8bit(
 
     The shares are those of dynamic tree quantization. Between 10^(e-7) and 10^(e-6), for e from 0
     to 6, there are 2^e intervals of equal length for each sign, or 2^(e+1) for H, which has no
-    sign. A code stands for the middle of its interval. Two more codes stand for 0 and 1. The code
-    of 0 is for all V below the first interval, but for no H above 0, which get the code of the
-    first interval: without it, V could be divided by ``epsilon`` alone.
+    sign. A code represents the middle of its interval. Two more codes represent 0 and 1. V below
+    the first interval is rounded to 0, but an H above 0 never is: it gets the code of the first
+    interval. Otherwise, V could be divided by ``epsilon`` alone.
 
     Args:
         r: Learning rate, 0-d, float32 or float64.

@@ -162,10 +162,11 @@ def _span(node: ir.Node) -> tuple[int, int, int] | None:
 def _span_of_index(node: ir.Node) -> tuple[int, int, int] | None:
     """Returns the same for a Gather of one index, whose output lacks the axis; None for others."""
     x, index = node.inputs[:2]
-    number = None if index is None or index.shape is None else constant_number(index)
-    if x is None or x.shape is None or number is None or index is None or len(index.shape or ()):
+    if x is None or x.shape is None or index is None or index.shape is None or len(index.shape):
         return None
-    axis = (node.attributes.get_int("axis", 0) or 0) % len(x.shape)
+    axis, number = attribute_values(node).get("axis", 0) % len(x.shape), constant_number(index)
+    if number is None:
+        return None
     size, place = x.shape[axis], int(number)
     if not isinstance(size, int) or not -size <= place < size:
         return None

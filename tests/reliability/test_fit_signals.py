@@ -7,7 +7,8 @@ import sys
 import pytest
 from attacks import run_code
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("hangups_arrive")]  # in processes
+# Each test starts a process.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("hangups_arrive")]
 
 PRELUDE = """
     import logging, os, signal, sys, time

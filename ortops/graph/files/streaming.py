@@ -52,7 +52,7 @@ def serialized_parts(model: LightModel) -> list[Part]:
             location = location_of(tensor)
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
-            tensor.raw_data = location.encode()  # stands for the data
+            tensor.raw_data = location.encode()  # replaced by the data below
     message = serialize(proto)
     parts, size = _Insertion(message, model).copy(ByteSpan(0, len(message)), _MODEL)
     if size > MOST_BYTES:

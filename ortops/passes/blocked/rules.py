@@ -334,10 +334,11 @@ def _weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
         return convolution.weight_gradient(leave(g, size), seen, w, at, 1)
     rows = -(-height // strips)
     images, lines, row = _images_as_channels(x, at, channels, size, strips, rows)
-    begin, end = _padding(at)
-    top, bottom = begin[0], end[0] - at.left_over(sizes(x)[2:])[0]
     if strips > 1:
         g, top, bottom = _cut(g, strips, rows, size), 0, 0
+    else:
+        begin, end = _padding(at)
+        top, bottom = begin[0], end[0] - at.left_over(sizes(x)[2:])[0]
     if lanes != count:
         g = op.Pad(g, [0] * 4 + [lanes - count, 0, 0, 0])
     groups = lanes // size
@@ -419,7 +420,7 @@ def _images_as_channels(
     n, _, height, width = sizes(x)
     (top, left), (bottom, right) = _padding(at)
     below, beyond = at.left_over((height, width))
-    index = np.arange(height)
+    index = None  # of the rows of each strip
     if strips == 1:  # the convolution pads above and below
         top, bottom = 0, min(bottom - below, 0)
     else:
@@ -439,7 +440,7 @@ def _images_as_channels(
         x = reshape(x, n, *spatial, channels)
     axis = 1 if is_blocked else 2  # the rows
     x = _padded(x, axis, pads, n if strips > 1 else -(-n // size) * size)
-    if strips > 1:
+    if index is not None:
         x = op.Gather(x, index, axis=axis)
         if not is_blocked:
             x = op.Transpose(x, perm=[0, 2, 1, 3, 4])
