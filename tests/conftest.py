@@ -27,10 +27,12 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 FILES = {
+    "conformance_peers.py": ("onnx_ad", "onnxsim"),
     "test_accuracy.py": ("torch", "onnxscript", "transformers"),
     "test_derivatives_others.py": ("onnx_ad",),
     "test_exported_models.py": ("torch", "onnxscript", "transformers"),
     "test_lora_peft.py": ("torch", "onnxscript", "transformers", "peft"),
+    "test_lora_language_models.py": ("torch", "transformers", "peft"),
     "test_function_torch.py": ("torch",),
     "test_onnx_node_cases_torch.py": ("torch",),
     "test_optimized_exports.py": ("torch", "onnxscript", "transformers"),

@@ -412,6 +412,7 @@ def test_metrics_without_weights_say_so(caplog: pytest.LogCaptureFixture) -> Non
 # ------------------------------------------------------------- what would be silently wrong
 
 
+@pytest.mark.sklearn
 def test_balanced_classes_count_the_rows_that_are_trained() -> None:
     from sklearn.utils.class_weight import compute_class_weight
 

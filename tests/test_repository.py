@@ -1,5 +1,6 @@
 """What holds for the repository as a whole."""
 
+import ast
 import contextlib
 import functools
 import importlib
@@ -421,3 +422,22 @@ def test_examples_need_nothing_but_the_package(page):
 def test_the_table_of_operators_is_up_to_date():
     command = [sys.executable, str(ROOT / "scripts" / "operator_table.py"), "--check"]
     assert subprocess.run(command).returncode == 0, "run scripts/operator_table.py"
+
+
+def top_imports(path: Path) -> set[str]:
+    """Returns the packages that a module imports when it is imported."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_files_that_import_optional_packages_are_listed() -> None:
+    """Otherwise, ./scripts/test fails while it collects tests, where a package is missing."""
+    optional = {package for packages in conftest.FILES.values() for package in packages}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        missing = (top_imports(path) & optional) - set(conftest.FILES.get(path.name, ()))
+        assert not missing, f"list {sorted(missing)} for {path.name} in FILES of tests/conftest.py"
