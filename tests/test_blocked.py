@@ -169,6 +169,70 @@ def test_weights_from_strips_of_few_images(seed: int) -> None:
     assert not {"Gemm", "MatMul", "FusedMatMul"} & {node.op_type for node in made.graph.node}
 
 
+TRANSPOSED: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
+    "2x2 stride 2": ({"strides": [2, 2]}, (2, 2 * B, 4, 5), (2 * B, B, 2, 2)),
+    "3x2 stride 3, 2": ({"strides": [3, 2]}, (3, B, 4, 5), (B, 2 * B, 3, 2)),
+    "whole blocks of images": ({"strides": [2, 2]}, (B, B, 4, 4), (B, B, 2, 2)),
+    "4x4 stride 2": ({"strides": [2, 2], "pads": [1] * 4}, (2, B, 4, 5), (B, B, 4, 4)),
+    "3x3 stride 1": ({"pads": [1] * 4}, (2, B, 6, 5), (B, B, 3, 3)),
+    "output padding": (
+        {"strides": [2, 2], "pads": [1] * 4, "output_padding": [1, 1]},
+        (2, B, 4, 5),
+        (B, 2 * B, 3, 3),
+    ),
+    "uneven padding": ({"strides": [2, 3], "pads": [0, 1, 2, 0]}, (2, B, 4, 5), (B, B, 3, 4)),
+    "blocks and a half": ({"strides": [2, 2]}, (2, 3 * B // 2, 4, 5), (3 * B // 2, B, 2, 2)),
+    "outputs of a block and a half": ({"strides": [2, 2]}, (2, B, 3, 3), (B, 3 * B // 2, 2, 2)),
+    "VALID": ({"strides": [2, 2], "auto_pad": "VALID"}, (2, B, 4, 5), (B, B, 2, 2)),
+    "SAME_UPPER": ({"strides": [2, 2], "auto_pad": "SAME_UPPER"}, (2, B, 4, 5), (B, B, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("case", TRANSPOSED)
+def test_transposed_convolution(case: str, bias: bool) -> None:
+    attributes, x, w = TRANSPOSED[case]
+    shapes = {"x": x, "w": w} | ({"b": w[1:2]} if bias else {})
+    made = check(lambda x, w, *b: op.ConvTranspose(x, w, *b, **attributes), shapes)
+    stays = "ConvTranspose" in {node.op_type for node in made.graph.node}
+    assert stays == (case == "SAME_UPPER")
+
+
+@pytest.mark.parametrize(("height", "products"), [(8, ["Gemm"]), (9, [])])
+def test_weights_of_tiles_are_one_product(height: int, products: list[str]) -> None:
+    """Windows that cover the input are tiles of it; what the last ones leave over is not read."""
+    shapes = {"x": (B, 2 * B, height, 6), "w": (B, 2 * B, 2, 3)}
+    made = check(convolution(strides=[2, 3]), shapes)
+    assert [node.op_type for node in made.graph.node if node.op_type == "Gemm"] == products
+
+
+def test_transposed_convolutions_between_others_stay_in_the_layout() -> None:
+    """As in a U-Net; the values are compared to sums in float64."""
+
+    def build(x: Tensor, skipped: Tensor, v: Tensor, w: Tensor, b: Tensor, u: Tensor) -> Tensor:
+        y = op.ConvTranspose(op.Relu(op.Conv(x, v)), w, b, strides=[2, 2])
+        return op.Conv(op.Concat(y, op.Relu(op.Conv(skipped, v)), axis=1), u)
+
+    shapes = {"x": (2, B, 3, 4), "skipped": (2, B, 6, 8), "v": (2 * B, B, 1, 1)}
+    shapes |= {"w": (2 * B, B, 2, 2), "b": (B,), "u": (B, 3 * B, 1, 1)}
+    made = check(build, shapes)
+    _, feeds = with_gradients(build, shapes)
+    x, skipped, v, w, b, u = (feeds[name].astype(np.float64) for name in shapes)
+    inner, kept = (np.einsum("nchw,mc->nmhw", each, v[..., 0, 0]) for each in (x, skipped))
+    wide = np.einsum("nchw,cmij->nmhiwj", np.maximum(inner, 0), w).reshape(2, B, 6, 8)
+    joined = np.concatenate([wide + b[:, None, None], np.maximum(kept, 0)], axis=1)
+    wanted = np.einsum("nchw,mc->nmhw", joined, u[..., 0, 0])
+    y = run(made, feeds)[0]
+    assert y.shape == wanted.shape
+    np.testing.assert_allclose(y, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
+    images = [node.input[0] for node in made.graph.node if node.op_type == "ReorderInput"]
+    assert {"x", "skipped"} < set(images)
+    plain = {node.input[0] for node in made.graph.node if node.op_type == "Concat"}
+    assert not plain & {
+        node.output[0] for node in made.graph.node if node.op_type == "ReorderOutput"
+    }
+
+
 UNSUITABLE: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
     "outputs not of whole blocks": ({}, (2, B, 4, 4), (B + 1, B, 3, 3)),
     "inputs not of whole blocks": ({}, (2, B + 4, 4, 4), (B, B + 4, 3, 3)),

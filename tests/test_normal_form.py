@@ -513,9 +513,9 @@ def u_shaped() -> tuple[Any, Any]:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.down, self.bottom, self.up = double(3, 8), double(8, 16), double(16, 8)
-            self.pool, self.wide = nn.MaxPool2d(2), nn.ConvTranspose2d(16, 8, 2, 2)
-            self.head = nn.Conv2d(8, 6, 1)
+            self.down, self.bottom, self.up = double(3, 16), double(16, 32), double(32, 16)
+            self.pool, self.wide = nn.MaxPool2d(2), nn.ConvTranspose2d(32, 16, 2, 2)
+            self.head = nn.Conv2d(16, 6, 1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             skipped = self.down(x)

@@ -63,7 +63,7 @@ def _is_of_images(node: ir.Node) -> bool:
     """Whether a node is a convolution of images in float32."""
     y = node.outputs[0] if node.outputs else None
     return (
-        node.op_type == "Conv"
+        node.op_type in ("Conv", "ConvTranspose")
         and not node.domain
         and y is not None
         and y.dtype == ir.DataType.FLOAT

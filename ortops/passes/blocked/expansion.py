@@ -12,7 +12,7 @@ from ortops.graph.edit import attribute_values, has_one_reader
 from ortops.graph.tensor import Names, Tape, Tensor, op
 from ortops.passes.blocked import kernels
 from ortops.passes.blocked.kernels import KERNEL_DOMAIN, affine, sizes
-from ortops.passes.blocked.rules import DOMAIN, windows_on
+from ortops.passes.blocked.rules import DOMAIN, all_phases, by_phases, windows_on
 from ortops.passes.rewrite import Result, pattern, rewrite
 
 __all__ = ["expand"]
@@ -68,6 +68,24 @@ def _expand_conv(
     )
 
 
+def _expand_conv_transpose(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None = None,
+    *,
+    block: int,
+    lengths: Sequence[int],
+    pads: Sequence[int],
+    strides: Sequence[int],
+) -> Tensor:
+    n, _, *counts = sizes(x)
+    _, m, *kernel = sizes(w)
+    at = windows_on(kernel, strides, (1, 1), pads)
+    phases = all_phases(kernel, lengths, counts, at)
+    assert phases is not None
+    return by_phases(x, w, (n, m, *lengths), at, phases, block, b)
+
+
 def _expand_batch_normalization(
     x: Tensor,
     scale: Tensor,
@@ -118,6 +136,7 @@ _EXPANSIONS: Mapping[str, Callable[..., Result]] = {
     "Block": _expand_block,
     "Clip": _expand_clip,
     "Conv": _expand_conv,
+    "ConvTranspose": _expand_conv_transpose,
     "GlobalAveragePool": _expand_global_average_pool,
     "MaxPool": _expand_max_pool,
     "Relu": _expand_relu,

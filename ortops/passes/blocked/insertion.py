@@ -69,6 +69,7 @@ class _Insertion:
         """Computes blocked twins of a node's outputs, if possible."""
         replacements = {
             "Conv": self._conv,
+            "ConvTranspose": self._conv_transpose,
             "BatchNormalization": self._batch_normalization,
             "Relu": self._relu,
             "Clip": self._clip,
@@ -130,6 +131,37 @@ class _Insertion:
             block=self.size,
             dilations=list(at.dilations),
             group=1 if group == 1 else outputs,
+            pads=at.pads,
+            strides=list(at.strides),
+        )
+
+    def _conv_transpose(self, node: ir.Node) -> None:
+        inputs = [None if value is None else self.tape.tensor(value) for value in node.inputs]
+        x, w, b = (*inputs, None)[:3]
+        assert x is not None
+        assert w is not None
+        channels, m, *kernel = sizes(w)
+        y = self.tape.tensor(node.outputs[0])
+        n, _, *lengths = sizes(y)
+        taken, outputs = self._whole(channels), self._whole(m)
+        attributes = attribute_values(node)
+        by_size = attributes.get("output_shape") or attributes.get("auto_pad", "")[:4] == "SAME"
+        if taken is None or outputs is None or by_size or attributes.get("group", 1) > 1:
+            return
+        at = convolution.node_windows(node, y, kernel)
+        if rules.all_phases(kernel, lengths, sizes(x)[2:], at) is None:
+            return
+        self.twins[node.outputs[0]] = emit_one(
+            DOMAIN,
+            "ConvTranspose",
+            [
+                self._blocked(x),
+                _with_zeros(w, taken - channels, outputs - m),
+                None if b is None else _with_zeros(b, outputs - m),
+            ],
+            (n, outputs, *lengths),
+            block=self.size,
+            lengths=lengths,
             pads=at.pads,
             strides=list(at.strides),
         )
@@ -255,7 +287,7 @@ def _is_suitable(node: ir.Node) -> bool:
     """Whether a node has float32 tensors of rank 4 and known size, which no Gradient refers to."""
     if any(value is not None and value.dtype != ir.DataType.FLOAT for value in node.inputs):
         return False
-    for value in (*node.inputs[: 2 if node.op_type == "Conv" else 1], node.outputs[0]):
+    for value in (*node.inputs[: 1 + node.op_type.startswith("Conv")], node.outputs[0]):
         if value is None or value.shape is None or len(value.shape) != 4:
             return False
         if not all(isinstance(size, int) and size > 0 for size in value.shape):

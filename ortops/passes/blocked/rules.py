@@ -19,7 +19,16 @@ from ortops.passes.blocked import kernels
 from ortops.passes.blocked.kernels import affine, channel_means, convolve, reshape, sizes
 from ortops.passes.finite import equal_mask, mask
 
-__all__ = ["DOMAIN", "TABLE", "can_transpose", "enter", "leave", "windows_on"]
+__all__ = [
+    "DOMAIN",
+    "TABLE",
+    "all_phases",
+    "by_phases",
+    "can_transpose",
+    "enter",
+    "leave",
+    "windows_on",
+]
 
 DOMAIN = "ortops.blocked"
 """The private domain of operators on blocked tensors."""
@@ -236,24 +245,71 @@ def _input(g: Tensor, w: Tensor, x: Tensor, at: Windows, size: int) -> Tensor:
             g, kernels.mirrored_filter_of(w, size), (n, channels, *counts), kernel=(1, 1)
         )
         return kernels.put_apart(spread, at.strides, lengths, size)
-    phases = _all_phases(w, x, g, at)
+    phases = all_phases(sizes(w)[2:], lengths, sizes(g)[2:], at)
     if phases is None:
         plain = convolution.input_gradient(leave(g, size), w, leave(x, size), at, 1)
         return enter(plain, size)
-    kernel = [len(each.taps[0]) for each in phases]
-    counts = [-(-length // step) for length, step in zip(lengths, at.strides, strict=True)]
+    return by_phases(g, w, sizes(x), at, phases, size)
+
+
+def by_phases(
+    g: Tensor,
+    w: Tensor,
+    shape: Sequence[int],
+    at: Windows,
+    phases: Sequence[_Phases],
+    size: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Returns a transposed convolution as one convolution for all phases, whose outputs are mixed.
+
+    Args:
+        g: (N, M, …), blocked.
+        w: The weights (M, C, …).
+        shape: The result's shape (N, C, …).
+        at: The windows on the result.
+        phases: The phases of both axes.
+        size: The number of channels in a block.
+        bias: (C,), added to the result.
+    """
+    n, channels, *lengths = shape
     down, across = at.strides
+    counts = [-(-length // step) for length, step in zip(lengths, at.strides, strict=True)]
     result = convolve(
         g,
         kernels.mirrored_filter_of(w, size, [each.taps for each in phases]),
         (n, down * across * channels, *counts),
-        kernel=kernel,
+        kernel=[len(each.taps[0]) for each in phases],
+        bias=None if bias is None else op.Concat(*[bias] * (down * across), axis=0),
         pads=[each.begin for each in phases] + [each.end for each in phases],
     )
+    if down * across == 1:
+        return result
     split = reshape(result, n, down, across, channels // size, *counts, size)
     placed = op.Transpose(split, perm=[0, 3, 4, 1, 5, 2, 6])
     placed = reshape(placed, n * channels // size, counts[0] * down, counts[1] * across, size)
     return kernels.crop(placed, n, channels, lengths)
+
+
+@vjp("ConvTranspose", domain=DOMAIN)
+def _conv_transpose(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None = None,
+    *,
+    block: int,
+    lengths: Sequence[int],
+    pads: Sequence[int],
+    strides: Sequence[int],
+) -> Cotangents:
+    kernel = sizes(w)[2:]
+    at = windows_on(kernel, strides, (1, 1), pads)
+    filters = kernels.filter_of(w, block)
+    d_x = convolve(g, filters, sizes(x), kernel=kernel, strides=strides, pads=pads)
+    # The windows slide over y, because the roles of input and output are exchanged.
+    return d_x, _weights(x, g, w, at, block), None if b is None else _channel_sums(g)
 
 
 def _padding(at: Windows) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -289,17 +345,22 @@ class _Phases:
         return self.begin >= 0 and self.end >= 0
 
 
-def _all_phases(w: Tensor, x: Tensor, g: Tensor, at: Windows) -> list[_Phases] | None:
-    """Returns the phases of both axes, or None if the kernels do not support them."""
+def all_phases(
+    kernel: Sequence[int], lengths: Sequence[int], counts: Sequence[int], at: Windows
+) -> list[_Phases] | None:
+    """Returns the phases of both axes, or None if the kernels do not support them.
+
+    Args:
+        kernel: The sizes of the windows.
+        lengths: The sizes of what they slide over.
+        counts: Their numbers.
+        at: The windows.
+    """
     if set(at.dilations) != {1}:
         return None
-    made = [
-        _Phases(*each)
-        for each in zip(
-            sizes(w)[2:], at.strides, _padding(at)[0], sizes(x)[2:], sizes(g)[2:], strict=True
-        )
-    ]
-    return made if all(each.possible for each in made) else None
+    each = zip(kernel, at.strides, _padding(at)[0], lengths, counts, strict=True)
+    made = [_Phases(*axis) for axis in each]
+    return made if all(axis.possible for axis in made) else None
 
 
 def can_transpose(at: Windows) -> bool:
@@ -318,9 +379,11 @@ def _weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
     If there are few images, or large ones, each is cut into strips of rows that count as images,
     provided that windows overlap: without that, a product has as little to copy.
 
-    The gradient of a 1 × 1 convolution is a matrix product. A product also takes the place of a
-    convolution of mostly zeros.
+    The gradient of a 1 × 1 convolution is a matrix product, and so is that of windows without gaps
+    and overlap. A product also takes the place of a convolution of mostly zeros.
     """
+    if _is_tiled(x, w, at, size):
+        return _weights_of_tiles(g, x, w, size)
     n, m, height, width = sizes(g)
     channels, *kernel = sizes(w)[1:]
     overlap = all(count > step for count, step in zip(kernel, at.strides, strict=True))
@@ -358,6 +421,27 @@ def _weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
     if groups > 1:
         by_tap = op.ReduceSum(by_tap, [0], keepdims=0)
     return _from_taps(by_tap, w, size)
+
+
+def _is_tiled(x: Tensor, w: Tensor, at: Windows, size: int) -> bool:
+    """Whether windows of several elements cover a blocked tensor without gaps and overlap."""
+    _, channels, *lengths = sizes(x)
+    is_whole = channels % size == 0 and not any(at.left_over(lengths))
+    return is_whole and at.are_adjacent and math.prod(sizes(w)[2:]) > 1
+
+
+def _weights_of_tiles(g: Tensor, x: Tensor, w: Tensor, size: int) -> Tensor:
+    """Returns the cotangent of the weights of a convolution whose windows are tiles of x."""
+    n, m, height, width = sizes(g)
+    channels, *kernel = sizes(w)[1:]
+    down, across = kernel
+    split = reshape(x, n, channels // size, height, down, width, across, size)
+    tiles = op.Transpose(split, perm=[0, 2, 4, 3, 5, 1, 6])
+    rows = n * height * width
+    columns = reshape(tiles, rows, down * across * channels)
+    by_pixel = reshape(kernels.to_plain(g, m, channels_last=True), rows, m)
+    by_tap = reshape(op.Gemm(by_pixel, columns, transA=1), m, down * across, channels)
+    return reshape(by_tap.mT, *sizes(w))
 
 
 def _fills(count: int, size: int) -> bool:
