@@ -331,6 +331,48 @@ def test_batch_normalization() -> None:
     assert "BatchNormalization" not in [node.op_type for node in ours.graph.node]
 
 
+@pytest.mark.parametrize(("group", "height", "passes"), [(1, 12, 7), (1, 1, 8), (B, 12, 8)])
+def test_scale_of_a_normalization_is_in_small_weights(group: int, height: int, passes: int) -> None:
+    """The values are compared to closed forms in float64, with means that are far from 0.
+
+    The passes are the convolution, three of the normalization, two of its gradient, a third if the
+    weights are not small, and the gradients of the input and, if depthwise, of the weights.
+    """
+    shapes = {"x": (3, B, height, 9), "w": (B, B // group, 1, 1), "b": (B,), **STATISTICS}
+
+    def build(x: Tensor, w: Tensor, b: Tensor, *statistics: Tensor) -> Tensor:
+        return normalized(op.Conv(x, w, b * 10.0, group=group), *statistics)
+
+    model, feeds = with_gradients(build, shapes)
+    made = lowered(model, BLOCKED)
+    found = dict(zip([each.name for each in made.graph.output], run(made, feeds), strict=True))
+    x, w, b, scale, bias, *_ = (feeds[name].astype(np.float64) for name in shapes)
+    taps = np.diag(w[:, 0, 0, 0]) if group > 1 else w[..., 0, 0]
+    y = np.einsum("nchw,mc->nmhw", x, taps) + 10 * b[:, None, None]
+    axes = (0, 2, 3)
+    std = np.sqrt(y.var(axes, keepdims=True) + 0.1)
+    unit = (y - y.mean(axes, keepdims=True)) / std
+    rng = np.random.default_rng(0)  # as in with_gradients
+    for shape in shapes.values():
+        rng.standard_normal(shape, np.float32)
+    g = rng.standard_normal(y.shape).astype(np.float32).astype(np.float64)
+    centred = g - g.mean(axes, keepdims=True) - unit * (g * unit).mean(axes, keepdims=True)
+    d_y = scale[:, None, None] / std * centred
+    d_w = np.einsum("nmhw,nchw->mc", d_y, x)
+    wanted = {
+        "y": unit * scale[:, None, None] + bias[:, None, None],
+        "x_gradient": np.einsum("nmhw,mc->nchw", d_y, taps),
+        "w_gradient": (np.diag(d_w)[:, None] if group > 1 else d_w)[..., None, None],
+        "scale_gradient": (g * unit).sum(axes),
+        "bias_gradient": g.sum(axes),
+    }
+    for name, value in wanted.items():
+        close = 5 * TOLERANCE * np.abs(value).max()
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=close, err_msg=name)
+    np.testing.assert_allclose(found["b_gradient"], 0, atol=1e-4 * np.abs(10 * d_y).sum())
+    assert kernels(made).count("Conv") == passes
+
+
 def test_batch_normalization_by_running_statistics() -> None:
     def build(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Any:
         return op.Relu(op.BatchNormalization(op.Conv(x, w), scale, bias, mean, var**2.0 + 1.0))

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from ortops.graph.edit import attribute_values, has_one_reader
 from ortops.graph.tensor import Names, Tape, Tensor, op
 from ortops.passes.blocked import kernels
-from ortops.passes.blocked.kernels import KERNEL_DOMAIN, affine, sizes
+from ortops.passes.blocked.kernels import KERNEL_DOMAIN, affine, reshape, sizes
 from ortops.passes.blocked.rules import DOMAIN, all_phases, by_phases, windows_on
 from ortops.passes.rewrite import Result, pattern, rewrite
 
@@ -97,16 +97,17 @@ def _expand_batch_normalization(
     momentum: float,
     epsilon: float,
 ) -> tuple[Tensor, ...]:
-    _, _, height, width = sizes(x)
-    mean = op.ReduceMean(kernels.channel_means(x), [0, 2, 3], keepdims=0)
-    centred = affine(x, None, -mean)
-    squares = op.ReduceMean(kernels.products(centred, centred), [0, 2, 3], keepdims=0)
-    var = squares * (1 / (height * width))
-    inverse_std = op.Reciprocal(op.Sqrt(var + epsilon))
-    y = affine(centred, scale * inverse_std, bias)
-    new_mean = running_mean * momentum + mean * (1 - momentum)
-    new_var = running_var * momentum + var * (1 - momentum)
-    return y, new_mean, new_var, centred, inverse_std
+    n, channels, height, width = sizes(x)
+    means = kernels.channel_means(x)
+    centred = affine(x, None, kernels.image_sums(means, -1 / n))
+    squares = kernels.products(centred, centred)
+    share = 1 / (n * height * width)
+    variance = kernels.image_sums(squares, share, epsilon)
+    y = affine(centred, scale / op.Sqrt(variance), bias)
+    rest = 1 - momentum
+    new_mean = kernels.image_sums(means, rest / n, running_mean, momentum)
+    new_var = kernels.image_sums(squares, rest * share, running_var, momentum)
+    return y, reshape(new_mean, channels), reshape(new_var, channels), centred, variance
 
 
 def _expand_relu(x: Tensor, *, exact: int) -> Tensor:
@@ -140,6 +141,7 @@ _EXPANSIONS: Mapping[str, Callable[..., Result]] = {
     "GlobalAveragePool": _expand_global_average_pool,
     "MaxPool": _expand_max_pool,
     "Relu": _expand_relu,
+    "Scale": affine,
     "Unblock": _expand_unblock,
 }
 

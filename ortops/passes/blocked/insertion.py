@@ -6,7 +6,13 @@ import onnx_ir as ir
 
 from ortops.autodiff.gradient_node import is_bound
 from ortops.autodiff.rules import convolution
-from ortops.graph.edit import attribute_values, has_one_reader, remove_unread, replace_value
+from ortops.graph.edit import (
+    attribute_values,
+    has_one_reader,
+    producer_of,
+    remove_unread,
+    replace_value,
+)
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.passes.blocked import kernels, rules
 from ortops.passes.blocked.kernels import emit_one, sizes
@@ -172,7 +178,7 @@ class _Insertion:
             return
         channels = sizes(x)[1]
         plain = sizes(self.tape.tensor(node.outputs[0]))[1]
-        others = [self.tape.tensor(value) for value in node.inputs[1:] if value is not None]
+        others = [self.tape.tensor(_original(v)) for v in node.inputs[1:] if v is not None]
         if not node.attributes.get_int("training_mode", 0):
             scale, bias, mean, var = others
             factor = scale / op.Sqrt(var + node.attributes.get_float("epsilon", 1e-5))
@@ -185,7 +191,7 @@ class _Insertion:
             DOMAIN,
             "BatchNormalization",
             [x, *(_with_zeros(each, channels - plain) for each in others)],
-            [sizes(x), *[(channels,)] * 2, sizes(x), (channels,)],
+            [sizes(x), *[(channels,)] * 2, sizes(x), (1, channels)],
             block=self.size,
             momentum=node.attributes.get_float("momentum", 0.9),
             epsilon=node.attributes.get_float("epsilon", 1e-5),
@@ -270,6 +276,13 @@ def _with_zeros(x: Tensor, *counts: int) -> Tensor:
         return x
     after = [*counts, *[0] * (len(sizes(x)) - len(counts))]
     return op.Pad(x, [0] * len(after) + after)
+
+
+def _original(value: ir.Value) -> ir.Value:
+    """Returns what a Sum copies for BatchNormalization, whose kernel overwrites its statistics."""
+    copy = producer_of(value, "Sum")
+    source = None if copy is None or len(copy.inputs) > 1 else copy.inputs[0]
+    return value if source is None else source
 
 
 def _next(node: ir.Node) -> ir.Node | None:

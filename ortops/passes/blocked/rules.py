@@ -10,13 +10,21 @@ from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
+import onnx_ir as ir
 
 from ortops.autodiff.registry import Cotangents, Table
 from ortops.autodiff.rules import convolution
 from ortops.autodiff.rules.convolution import Windows
 from ortops.graph.tensor import Tensor, op
 from ortops.passes.blocked import kernels
-from ortops.passes.blocked.kernels import affine, channel_means, convolve, reshape, sizes
+from ortops.passes.blocked.kernels import (
+    affine,
+    channel_means,
+    convolve,
+    image_sums,
+    reshape,
+    sizes,
+)
 from ortops.passes.finite import equal_mask, mask
 
 __all__ = [
@@ -138,7 +146,7 @@ def _max_pool(
 
 @vjp("Affine", domain=DOMAIN)
 def _affine(g: Tensor, y: Tensor, x: Tensor, factor: Tensor, shift: Tensor) -> Cotangents:
-    d_factor = op.ReduceSum(kernels.products(g, x), [0, 2, 3], keepdims=0)
+    d_factor = reshape(image_sums(kernels.products(g, x)), *sizes(factor))
     return affine(g, factor), d_factor, _channel_sums(g)
 
 
@@ -157,34 +165,27 @@ def _batch_normalization(
     epsilon: float,
 ) -> Cotangents:
     g_y, g_mean, g_var, *_ = g
-    centred, inverse_std = y[3:]
-    d_scale = d_bias = d_mean = d_var = factor = None
-    slope = shift = None  # d_x = factor · g + slope · centred + shift, per channel
-    n, _, height, width = sizes(x)
+    centred, variance = y[3:]
+    n, channels, height, width = sizes(x)
     count = n * height * width
+    d_x = d_scale = d_bias = d_mean = d_var = None
     if g_y is not None:
-        mean_g = op.ReduceMean(channel_means(g_y), [0, 2, 3], keepdims=0)
-        along = op.ReduceSum(kernels.products(g_y, centred), [0, 2, 3], keepdims=0) * inverse_std
-        factor = scale * inverse_std
-        d_scale, d_bias = along, mean_g * count
-        slope = factor * along * inverse_std * (-1 / count)
-        shift = -(factor * mean_g)
+        means, along = channel_means(g_y), kernels.products(g_y, centred)
+        std = op.Sqrt(variance)
+        d_scale = reshape(image_sums(along) / std, channels)
+        d_bias = reshape(image_sums(means, height * width), channels)
+        # d_x = scale / std · (g - mean of g - centred · mean of (g · centred) / variance)
+        slope = image_sums(along, -1 / count) / variance
+        inner = affine(centred, slope, image_sums(means, -1 / n), add=g_y)
+        d_x = kernels.emit_one(DOMAIN, "Scale", [inner, scale / std], sizes(x))
     if g_mean is not None:
         d_mean = g_mean * momentum
-        shift = _sum(shift, g_mean * ((1 - momentum) / count))
+        shift = g_mean * ((1 - momentum) / count)
+        d_x = affine(centred, shift * 0.0, shift, add=d_x)
     if g_var is not None:
         d_var = g_var * momentum
-        slope = _sum(slope, g_var * (2 * (1 - momentum) / count))
-    if shift is not None and slope is None:
-        slope = shift * 0.0
-    d_x = None if slope is None else affine(centred, slope, shift)
-    if g_y is not None:
-        d_x = affine(g_y, factor, add=d_x)
+        d_x = affine(centred, g_var * (2 * (1 - momentum) / count), add=d_x)
     return d_x, d_scale, d_bias, d_mean, d_var
-
-
-def _sum(a: Tensor | None, b: Tensor) -> Tensor:
-    return b if a is None else a + b
 
 
 @vjp("Conv", domain=DOMAIN)
@@ -202,11 +203,31 @@ def _conv(
     strides: Sequence[int],
 ) -> Cotangents:
     at = windows_on(sizes(w)[2:], strides, dilations, pads)
+    g, factor = _factored(g, w)
+    scaled = w if factor is None else w * factor
     if group > 1:
-        d_x, d_w = _depthwise_input(g, w, x, at, block), _depthwise_weights(g, x, w, at, block)
+        d_x, d_w = _depthwise_input(g, scaled, x, at, block), _depthwise_weights(g, x, w, at, block)
     else:
-        d_x, d_w = _input(g, w, x, at, block), _weights(g, x, w, at, block)
-    return d_x, d_w, None if b is None else _channel_sums(g)
+        d_x, d_w = _input(g, scaled, x, at, block), _weights(g, x, w, at, block)
+    d_b = None if b is None else _channel_sums(g)
+    if factor is not None:
+        d_w = d_w * factor
+        d_b = None if d_b is None else d_b * reshape(factor, *sizes(d_b))
+    return d_x, d_w, d_b
+
+
+def _factored(g: Tensor, w: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Splits a cotangent that a normalization has scaled into a tensor and factors (M, 1, 1, 1).
+
+    It is faster to scale the weights (M, C, H, W) and their cotangent, if they are much smaller.
+    """
+    node = g.value.producer()
+    if node is None or (node.domain, node.op_type) != (DOMAIN, "Scale"):
+        return g, None
+    inner, factor = (g.tape.tensor(cast(ir.Value, value)) for value in node.inputs)
+    if 4 * math.prod(sizes(w)) > math.prod(sizes(g)):
+        return g, None
+    return inner, reshape(factor, sizes(w)[0], 1, 1, 1)
 
 
 def windows_on(
@@ -220,9 +241,8 @@ def windows_on(
 
 def _channel_sums(x: Tensor) -> Tensor:
     """Returns the sums over images, height and width, (C,), of a blocked tensor."""
-    n, _, height, width = sizes(x)
-    mean: Tensor = op.ReduceMean(channel_means(x), [0, 2, 3], keepdims=0)
-    return mean * (n * height * width)
+    _, channels, height, width = sizes(x)
+    return reshape(image_sums(channel_means(x), height * width), channels)
 
 
 def _input(g: Tensor, w: Tensor, x: Tensor, at: Windows, size: int) -> Tensor:
