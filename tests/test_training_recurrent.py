@@ -225,49 +225,67 @@ def test_other_forms_of_the_others_stay(operator: str, options: dict[str, Any]) 
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("form", ["static", "symbolic, Y only", "symbolic, last states only"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     ("operator", "attributes"),
     [("LSTM", {}), ("GRU", {"linear_before_reset": 1}), ("RNN", {})],
     ids=GATES,
 )
-def test_gradients_are_those_of_torch(operator: str, attributes: dict[str, int]) -> None:
+def test_gradients_are_those_of_torch(
+    operator: str, attributes: dict[str, int], direction: str, form: str
+) -> None:
     """In float64; PyTorch's GRU is linear before its reset gate."""
     import torch
 
-    proto, feeds = build(operator, **attributes)
+    outputs = ["Y"] * ("last" not in form) + ["Y_h", "Y_c"] * ("Y only" not in form)
+    symbolic = form.startswith("symbolic")
+    proto, feeds = build(
+        operator, direction=direction, outputs=outputs, symbolic=symbolic, **attributes
+    )
     order = {"LSTM": [0, 2, 3, 1], "GRU": [1, 0, 2], "RNN": [0]}[operator]
 
     def in_order(array: np.ndarray) -> torch.Tensor:
         """Gates as PyTorch has them, where ONNX says iofc and zrn."""
         return torch.from_numpy(np.concatenate([np.split(array, len(order))[g] for g in order]))
 
-    net = getattr(torch.nn, operator)(FEATURES, UNITS, dtype=torch.float64)
-    b_w, b_r = np.split(feeds["B"][0].astype(np.float64), 2)
-    given = {"weight_ih": feeds["W"][0], "weight_hh": feeds["R"][0], "bias_ih": b_w, "bias_hh": b_r}
-    net.load_state_dict({f"{k}_l0": in_order(v.astype(np.float64)) for k, v in given.items()})
+    wide = {name: array.astype(np.float64) for name, array in feeds.items()}
     leaves = {
-        name: torch.from_numpy(feeds[name].astype(np.float64)).requires_grad_()
-        for name in ("X", "h", "c")
-        if name in feeds
+        name: torch.from_numpy(wide[name]).requires_grad_() for name in "Xhc" if name in feeds
     }
-    states = tuple(leaves[name] for name in ("h", "c") if name in leaves)
-    y, last = net(leaves["X"], states if operator == "LSTM" else states[0])
-    ends = last if operator == "LSTM" else [last]
-    results = {"Y": y[:, None], **dict(zip(("Y_h", "Y_c"), ends, strict=False))}
-    total = sum((torch.from_numpy(feeds[f"w_{k}"]) * v).sum() for k, v in results.items())
-    total.backward()
+    nets, ys, ends = [], [], []
+    for index, backwards in enumerate(
+        {"bidirectional": [0, 1]}.get(direction, [direction[0] == "r"])
+    ):
+        net = getattr(torch.nn, operator)(FEATURES, UNITS, dtype=torch.float64)
+        b_w, b_r = np.split(wide["B"][index], 2)
+        given = {"weight_ih": wide["W"][index], "weight_hh": wide["R"][index]}
+        given |= {"bias_ih": b_w, "bias_hh": b_r}
+        net.load_state_dict({f"{name}_l0": in_order(array) for name, array in given.items()})
+        states = tuple(leaves[name][index : index + 1] for name in "hc" if name in leaves)
+        x = leaves["X"].flip(0) if backwards else leaves["X"]
+        y, last = net(x, states if operator == "LSTM" else states[0])
+        nets.append(net)
+        ys.append(y.flip(0) if backwards else y)
+        ends.append(last if operator == "LSTM" else [last])
+    lasts = [torch.cat(each) for each in zip(*ends, strict=True)]
+    results = dict(zip(("Y", "Y_h", "Y_c"), (torch.stack(ys, 1), *lasts), strict=False))
+    results = {name: array for name, array in results.items() if name in outputs}
+    sum((torch.from_numpy(wide[f"w_{k}"]) * v).sum() for k, v in results.items()).backward()
     wanted = {f"d_{name}": leaf.grad for name, leaf in leaves.items()} | results
     ours = lowered(proto, RECURRENT)
+    assert operator not in operators(ours)
     found = dict(zip([entry.name for entry in ours.graph.output], run(ours, feeds), strict=True))
     for name, array in wanted.items():
         np.testing.assert_allclose(found[name], array.detach(), rtol=1e-4, atol=1e-5, err_msg=name)
-    bias = np.concatenate([net.bias_ih_l0.grad, net.bias_hh_l0.grad])
-    of_bias = [in_order(half) for half in np.split(found["d_B"][0], 2)]
-    np.testing.assert_allclose(np.concatenate(of_bias), bias, rtol=1e-4, atol=1e-5)
-    for name, grad in (("d_W", net.weight_ih_l0.grad), ("d_R", net.weight_hh_l0.grad)):
-        np.testing.assert_allclose(
-            in_order(found[name][0]), grad, rtol=1e-4, atol=1e-5, err_msg=name
-        )
+    for index, net in enumerate(nets):
+        bias = np.concatenate([net.bias_ih_l0.grad, net.bias_hh_l0.grad])
+        of_bias = [in_order(half) for half in np.split(found["d_B"][index], 2)]
+        np.testing.assert_allclose(np.concatenate(of_bias), bias, rtol=1e-4, atol=1e-5)
+        for name, grad in (("d_W", net.weight_ih_l0.grad), ("d_R", net.weight_hh_l0.grad)):
+            np.testing.assert_allclose(
+                in_order(found[name][index]), grad, rtol=1e-4, atol=1e-5, err_msg=name
+            )
 
 
 def test_what_no_gradient_passes_through_stays() -> None:
