@@ -162,6 +162,7 @@ WITHIN = {
             "rematerialization",
             "cross_entropy",
             "products",
+            "numbers",
             "padding",
             "normal_form",
             "computed_sizes",

@@ -33,6 +33,7 @@ from ortops.execution.settings import Settings
 from ortops.optimizers import SGD
 from ortops.passes import passes_for, quantized_weights
 from ortops.passes.blocked.kernels import block_size
+from ortops.passes.numbers import NUMBERS
 from ortops.passes.quantized_weights import has_kernel
 from ortops.passes.rematerialization import Rematerialization
 from tests.gradient_models import with_gradients
@@ -175,6 +176,7 @@ def like() -> onnx.ModelProto:
 CASES = {
     "normal_form": Case(like, {"x": (4, 6)}, "CastLike", ""),
     "computed_sizes": Case(positions, {"x": (4, 6)}, "Shape", ""),
+    "numbers": layers("", "Constant"),  # one more, because another node reads the number, too
     "gelu": Case(gelu, {"x": (4, 6)}, "Div", "Gelu"),
     "padding": Case(padded, {"x": (4, 2, 5, 4)}, "Pad", ""),
     "chunked_logits": Case(lambda: quantized(4096), {"x": (4, 6)}, "", "Scan", {"outputs": []}),
@@ -254,6 +256,34 @@ def test_without_any() -> None:
 def test_without_a_pass_that_does_not_exist() -> None:
     with pytest.raises(OrtopsError, match="unknown pass 'recurent'; did you mean 'recurrent'"):
         Settings().without("recurent")
+
+
+def test_numbers_next_to_columns() -> None:
+    """They have two axes then, for any operand and operator; others stay."""
+    build = {
+        "y": lambda x, n: 3.0 / (x - 2.0) * np.full(1, 0.5, np.float32),
+        "rows": lambda x, n: op.Reshape(x, [1, 8]) + 3.0,
+        "vector": lambda x, n: op.Reshape(x, [8]) + 3.0,
+        "variable": lambda x, n: x + n,
+    }
+    with Tape(name="numbers") as tape:
+        x, n = tape.input("x", np.float32, [2, 4, 1]), tape.input("n", np.float32, [])
+        for name, function in build.items():
+            tape.output(function(x, n), name)
+    made = lowered(tape.model(), NUMBERS)
+    feeds = {"x": np.arange(3, 11, dtype=np.float32).reshape(2, 4, 1), "n": np.float32(7)}
+    found = run(made, {name: np.asarray(value) for name, value in feeds.items()})
+    a = feeds["x"].astype(np.float64)
+    wanted = [1.5 / (a - 2), a.reshape(1, 8) + 3, a.ravel() + 3, a + 7]
+    for value, expected in zip(found, wanted, strict=True):
+        assert value.shape == expected.shape
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+    shapes = {each.name: list(each.dims) for each in made.graph.initializer}
+    shapes |= {n.output[0]: list(n.attribute[0].t.dims) for n in made.graph.node if not n.input}
+    of = {n.op_type: [shapes[i] for i in n.input if i in shapes] for n in made.graph.node}
+    assert of["Sub"] == of["Div"] == of["Mul"] == [[1, 1]]
+    sums = [[shapes.get(i) for i in n.input] for n in made.graph.node if n.op_type == "Add"]
+    assert [1, 1] not in [each for pair in sums for each in pair]
 
 
 def test_rematerialization() -> None:

@@ -20,6 +20,7 @@ from ortops.passes.draft import Draft, Pass, Runtime
 from ortops.passes.gelu import GELU
 from ortops.passes.max_pool import MAX_POOL
 from ortops.passes.normal_form import NORMAL_FORM
+from ortops.passes.numbers import NUMBERS
 from ortops.passes.padding import PADDING
 from ortops.passes.products import ROW_SUMS, SCALES, TRANSPOSES
 from ortops.passes.quantized_weights import QUANTIZED_WEIGHTS
@@ -33,6 +34,7 @@ __all__ = ["PASSES", "Draft", "Pass", "Runtime", "passes_for"]
 
 PASSES: tuple[Pass, ...] = (
     NORMAL_FORM,  # first, because the others look for its forms
+    NUMBERS,  # finished last, because the others look for numbers of rank 0
     COMPUTED_SIZES,
     PADDING,
     GELU,

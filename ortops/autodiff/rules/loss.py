@@ -46,8 +46,8 @@ def softmax_cross_entropy_loss(
     if g_loss is not None:
         at = _Labels(labels, weights, ignore_index, reduction == "mean")
         rate, slope = at.slopes(g_loss)
-        # probabilities − one_hot(labels), without a one-hot matrix
-        picked = op.GatherElements(probabilities, at.column, axis=1)
+        # probabilities − one_hot(labels), without a one-hot matrix; the loss gathers the same
+        picked = op.Exp(op.GatherElements(log_probabilities, at.column, axis=1))
         difference = op.ScatterElements(probabilities, at.column, picked - 1, axis=1)
         d_scores = difference * slope
         d_weights = at.weights_vjp(rate, log_probabilities, loss)
