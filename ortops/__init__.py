@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ortops.delayed_imports import delay_sympy
+
 if TYPE_CHECKING:
     from ortops import (
         attribution,
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from ortops.training.session import TrainingSession
 
 __version__ = "0.1.0"
+
+delay_sympy()
 
 __all__ = [
     "ArgumentError",

@@ -10,7 +10,10 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ortops"
 
 FLOORS = (
-    ("conformance", "errors", "garbage_collection", "numbers", "reference", "uninterrupted"),
+    (
+        *("conformance", "delayed_imports", "errors", "garbage_collection", "numbers"),
+        *("reference", "uninterrupted"),
+    ),
     ("arguments", "optional", "other_names"),
     ("mpi", "schedules", "summary"),
     ("graph",),
