@@ -170,6 +170,7 @@ WITHIN = {
             "normal_form",
             "computed_sizes",
             "gelu",
+            "swish",
         ),
         *(
             "max_pool",

@@ -154,6 +154,18 @@ def gelu() -> onnx.ModelProto:
     return tape.model()
 
 
+def swish() -> onnx.ModelProto:
+    """As exporters write it, with many columns, so that the transposed factor is narrow."""
+    rng = np.random.default_rng(1)
+    with Tape(name="swish") as tape:
+        x = tape.input("x", np.float32, ["batch", 6])
+        h = x @ tape.initializer("first", rng.standard_normal((6, 512)).astype(np.float32))
+        h = h * op.Sigmoid(h)
+        second = rng.standard_normal((512, 6)).astype(np.float32) / 16
+        tape.output(h @ tape.initializer("second", second), "logits")
+    return tape.model()
+
+
 def positions() -> onnx.ModelProto:
     """As exporters write it: as many rows of a table as the batch has, which inference loses."""
     weights = np.random.default_rng(1).standard_normal((2, 6, 6)).astype(np.float32)
@@ -180,6 +192,7 @@ CASES = {
     "gelu": Case(gelu, {"x": (4, 6)}, "Div", "Gelu"),
     "padding": Case(padded, {"x": (4, 2, 5, 4)}, "Pad", ""),
     "chunked_logits": Case(lambda: quantized(4096), {"x": (4, 6)}, "", "Scan", {"outputs": []}),
+    "left_factors": Case(swish, {"x": (4, 6)}, "", "Flatten"),
     "transposed": layers("MatMul", "FusedMatMul"),
     "row_sums": layers("ReduceSum", "FusedMatMul"),
     "scales": attention("Mul", "FusedMatMul"),
@@ -189,6 +202,7 @@ CASES = {
     "quantized_weights": Case(quantized, {"x": (4, 6)}, "BitShift", "GatherBlockQuantized"),
     "rectified": layers("Where", "HardSigmoid"),
     "blocked": convolutions("MaxUnpool", "ReorderInput"),
+    "swish": Case(swish, {"x": (4, 6)}, "Mul", "QuickGelu"),
     "recurrent": Case(lambda: lstm(5, width=6), {"tokens": (9, 4, 5)}, "LSTM", "FusedMatMul"),
     "rounding": Case(sigmoid, {"x": (4, 6)}, "Sigmoid", "Reciprocal"),
 }

@@ -22,11 +22,12 @@ from ortops.passes.max_pool import MAX_POOL
 from ortops.passes.normal_form import NORMAL_FORM
 from ortops.passes.numbers import NUMBERS
 from ortops.passes.padding import PADDING
-from ortops.passes.products import ROW_SUMS, SCALES, TRANSPOSES
+from ortops.passes.products import LEFT_FACTORS, ROW_SUMS, SCALES, TRANSPOSES
 from ortops.passes.quantized_weights import QUANTIZED_WEIGHTS
 from ortops.passes.rectified import RECTIFIED
 from ortops.passes.recurrent import RECURRENT
 from ortops.passes.rounding import ROUNDING
+from ortops.passes.swish import SWISH
 from ortops.passes.transposed import TRANSPOSED
 from ortops.passes.webgpu import WEBGPU, WEBGPU_SESSION
 
@@ -40,6 +41,7 @@ PASSES: tuple[Pass, ...] = (
     GELU,
     QUANTIZED_WEIGHTS,
     CHUNKED_LOGITS,  # after QUANTIZED_WEIGHTS, because it differentiates products by its rules
+    LEFT_FACTORS,  # finished after all passes that move transposes into products
     TRANSPOSED,  # finished after the next three, because it rewrites the products that they emit
     ROW_SUMS,
     SCALES,  # finished after TRANSPOSES, because it also scales products with transposed factors
@@ -48,6 +50,7 @@ PASSES: tuple[Pass, ...] = (
     MAX_POOL,
     RECTIFIED,  # before BLOCKED, because it does not know the cotangents of blocked operators
     BLOCKED,
+    SWISH,  # prepared after BLOCKED, which knows only its parts
     RECURRENT,
     ROUNDING,
     WEBGPU,

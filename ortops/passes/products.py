@@ -18,7 +18,14 @@ from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, 
 from ortops.passes.draft import ANYWHERE, ONNXRUNTIME
 from ortops.passes.rewrite import PatternPass, Result, pattern
 
-__all__ = ["ROW_SUMS", "SCALES", "TRANSPOSES", "fused_matmul", "transpose_flags"]
+__all__ = [
+    "LEFT_FACTORS",
+    "ROW_SUMS",
+    "SCALES",
+    "TRANSPOSES",
+    "fused_matmul",
+    "transpose_flags",
+]
 
 FUSED_DOMAIN = "com.microsoft"
 
@@ -167,6 +174,49 @@ def fused_matmul(
 
 
 TRANSPOSES = PatternPass("transposes", _transposed_factors, _transposed_product, serves=ONNXRUNTIME)
+
+
+# ----------------------------------------------------------------------------------- left factors
+
+_COLUMNS = 512  # with fewer columns of the right factor, a Transpose node does not pay (measured)
+
+
+@pattern("Gemm")
+def _wide_gemm(node: ir.Node, tape: Tape) -> Result:
+    return _wide_product(node, tape)
+
+
+@pattern("FusedMatMul", domain=FUSED_DOMAIN)
+def _wide_fused_matmul(node: ir.Node, tape: Tape) -> Result:
+    return _wide_product(node, tape)
+
+
+def _wide_product(node: ir.Node, tape: Tape) -> Result:
+    """Transposes the left factor of Aᵀ · B by a node of its own if B has many columns.
+
+    onnxruntime's kernel multiplies 128 columns of B at a time and transposes A anew for each of
+    them. The kernel sums in the same order in both cases, so the result has the same bits. A
+    Flatten that changes nothing stands between the two nodes, because onnxruntime fuses them.
+    """
+    a, b = node.inputs[:2]
+    flags = transpose_flags(node)
+    if not flags[0] or a is None or b is None or a.dtype != ir.DataType.FLOAT:
+        return None
+    if a.shape is None or b.shape is None or len(a.shape) != 2 or len(b.shape) != 2:
+        return None
+    rows, columns = a.shape[1], b.shape[0 if flags[1] else 1]
+    if not isinstance(rows, int) or not isinstance(columns, int):
+        return None
+    if columns < max(_COLUMNS, rows):  # a larger left factor is expensive to transpose (measured)
+        return None
+    x = tape.tensor(a)
+    transposed = tape.once((a, "transposed"), lambda: op.Flatten(op.Transpose(x, perm=[1, 0])))
+    node.replace_input_with(0, transposed.value)
+    node.attributes["transA"] = ir.AttrInt64("transA", 0)
+    return None
+
+
+LEFT_FACTORS = PatternPass("left_factors", _wide_gemm, _wide_fused_matmul, serves=ONNXRUNTIME)
 
 
 # ----------------------------------------------------------------------------------------- scales

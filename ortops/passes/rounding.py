@@ -33,8 +33,11 @@ def _sigmoid(node: ir.Node, tape: Tape) -> Result:
     x = node.inputs[0]
     if x is None or x.dtype != ir.DataType.FLOAT:
         return None
+    # In x · Sigmoid(x), which QuickGelu may compute, small values do not matter.
     if any(user.op_type == "Mul" and x in user.inputs for user, _ in node.outputs[0].uses()):
-        return None  # in x · Sigmoid(x), small values do not matter
+        return None
+    if any(user.op_type == "QuickGelu" for user, _ in x.uses()):
+        return None
     return op.Reciprocal(1 + op.Exp(-tape.tensor(x)))  # 1 / ∞ = 0 where Exp overflows
 
 

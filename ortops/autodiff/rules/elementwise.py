@@ -208,10 +208,10 @@ def gelu(g: Tensor, y: Tensor, x: Tensor, *, approximate: str = "none") -> Cotan
         return g * (cumulative + z * density)
     x = op.Clip(x, -10.0, 10.0)  # for larger |x|, tanh is exactly ±1, and x² could overflow
     square = x * x
-    scale = math.sqrt(2 / math.pi)
-    t = op.Tanh(scale * x * (1 + 0.044715 * square))
-    inner = scale * (1 + 3 * 0.044715 * square)
-    return g * (0.5 * (1 + t + x * (1 - t * t) * inner))
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = op.Tanh(x * (scale + scale * cubic * square))
+    slope = scale + 3 * scale * cubic * square
+    return g * ((0.5 + 0.5 * t) * (1 + x * (1 - t) * slope))
 
 
 @vjp("Mish")
