@@ -457,10 +457,14 @@ def _weights_of_tiles(g: Tensor, x: Tensor, w: Tensor, size: int) -> Tensor:
     down, across = kernel
     split = reshape(x, n, channels // size, height, down, width, across, size)
     tiles = op.Transpose(split, perm=[0, 2, 4, 3, 5, 1, 6])
-    rows = n * height * width
-    columns = reshape(tiles, rows, down * across * channels)
-    by_pixel = reshape(kernels.to_plain(g, m, channels_last=True), rows, m)
-    by_tap = reshape(op.Gemm(by_pixel, columns, transA=1), m, down * across, channels)
+    # The products of large images use more threads one by one than as one product.
+    pixels = height * width
+    images = n if pixels >= m + math.prod(kernel) * channels else 1
+    by_pixel = kernels.to_plain(g, m, channels_last=True)
+    by_pixel = reshape(by_pixel, images, n // images * pixels, m)
+    columns = reshape(tiles, images, n // images * pixels, math.prod(kernel) * channels)
+    summed = op.ReduceSum(op.MatMul(by_pixel.mT, columns), [0], keepdims=0)
+    by_tap = reshape(summed, m, math.prod(kernel), channels)
     return reshape(by_tap.mT, *sizes(w))
 
 
