@@ -3,9 +3,7 @@
 The operators return only states, so their gradient rules must recompute the gates. Before
 differentiation, this pass replaces each operator with a Scan that also outputs what the backward
 pass needs, and a placeholder node that passes the results on and whose rule reads these outputs.
-After differentiation, the placeholder is removed. There is one for each direction. That of an LSTM
-reads slopes instead of gates: they are computed while the gates are in the cache, and they are
-fewer.
+After differentiation, the placeholder is removed. There is one for each direction.
 
 All tensors of a step have the batch axis last. The product of a step, R · h, then has the large
 matrix on its left, where onnxruntime's kernel reads it directly; as the right factor it would be
@@ -22,16 +20,7 @@ import onnx_ir as ir
 
 from ortops.autodiff.gradient_node import Bound, is_bound
 from ortops.autodiff.registry import Cotangents, Table
-from ortops.autodiff.rules.recurrent import (
-    inside,
-    lstm_slopes,
-    lstm_step,
-    lstm_update,
-    plus,
-    scan,
-    sigmoid_value,
-    tanh_value,
-)
+from ortops.autodiff.rules.recurrent import inside, lstm_step, lstm_update, plus, scan
 from ortops.graph.edit import attribute_values, remove_unread, replace_value
 from ortops.graph.tensor import Tape, Tensor, op, zeros_like
 from ortops.passes.draft import ANYWHERE, Draft, Pass
@@ -249,12 +238,6 @@ class _Direction:
         shape = [steps, (self.r.shape or (None,))[0], batch]
         return op.MatMul(factor, rows.mT).with_shape(shape)
 
-    def hidden_after(self, before: Tensor, last: Tensor) -> Tensor:
-        """Returns the hidden state after each step, given those before it and the last one."""
-        last = op.Unsqueeze(last, [0])
-        parts = (last, before[:-1, :, :]) if self.backwards else (before[1:, :, :], last)
-        return op.Concat(*parts, axis=0).with_shape_of(before)
-
     def scan(
         self, step: Callable[..., Sequence[Tensor]], states: Sequence[Tensor], *slices: Tensor
     ) -> list[Tensor]:
@@ -328,18 +311,15 @@ def _of_weights(
 def _lstm_forward(at: _Direction, h: Tensor, c: Tensor) -> list[Tensor]:
     def step(h: Tensor, c: Tensor, a: Tensor) -> Sequence[Tensor]:
         a_i, a_o, a_f, a_c = op.Split(op.Gemm(inside(h, at.r), h, a), axis=0, num_outputs=4)
-        i, o, f = (sigmoid_value(op.Sigmoid(each)) for each in (a_i, a_o, a_f))
-        g = tanh_value(op.Tanh(a_c))
-        added, kept, after = lstm_update(i.y, f.y, g.y, c)
-        t = tanh_value(op.Tanh(after))
-        new = o.y * t.y
-        # Here the slopes are computed in the cache, and fewer tensors are saved.
-        *slopes, h_c, c_cell = lstm_slopes((i, o, f, g, t), c, added, kept, new)
-        return new, after, h, op.Concat(*slopes, axis=0), h_c, c_cell
+        i, o, f = (op.Sigmoid(each) for each in (a_i, a_o, a_f))
+        g = op.Tanh(a_c)
+        added, kept, after = lstm_update(i, f, g, c)
+        t = op.Tanh(after)
+        return o * t, after, h, added, kept, i, o, f, g, t
 
     last_h, last_c, *saved = at.scan(step, [h, c], at.project(at.sum_of_biases()))
-    results = (at.hidden_after(saved[0], last_h), last_h, last_c)
-    return at.placeholder("LSTM", [h, c], results, saved)
+    *_, o, _, _, t = saved  # one product for all steps is faster than a copy of y in each step
+    return at.placeholder("LSTM", [h, c], [o * t, last_h, last_c], saved)
 
 
 @TABLE.vjp("LSTM", domain=DOMAIN)
@@ -355,7 +335,11 @@ def _lstm(
     *saved: Tensor,
     backwards: int,
 ) -> Cotangents:
-    _, _, _, before, *slopes = saved
+    y, _, _, before, added, kept, i, o, f, candidate, t = saved
+    # In the Scan of the forward pass, slopes would need less memory and less time of one thread.
+    # Here, threads share the work, which is faster from two threads on, unless batches are large.
+    slopes = (added - i * added, y - o * y, kept - f * kept, i - added * candidate)
+    h_c, c_cell = o - y * t, f
     transposed = r.mT
 
     def step(dh: Tensor, dc: Tensor, dy: Tensor | None, *slopes: Tensor) -> Sequence[Tensor]:
@@ -365,7 +349,8 @@ def _lstm(
 
     dy, *states = g
     last = [zeros_like(h) if dz is None else dz for dz in states]
-    dh, dc, da = scan(step, last, (dy, *slopes), backwards=not backwards)
+    slices = (dy, op.Concat(*slopes, axis=1), h_c, c_cell)
+    dh, dc, da = scan(step, last, slices, backwards=not backwards)
     return *_of_weights(x, w, b, before, da), dh, dc, *(None for _ in saved)
 
 
