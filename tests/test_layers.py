@@ -171,6 +171,7 @@ WITHIN = {
             "computed_sizes",
             "gelu",
             "swish",
+            "scattered_sums",
         ),
         *(
             "max_pool",

@@ -166,6 +166,17 @@ def swish() -> onnx.ModelProto:
     return tape.model()
 
 
+def tied() -> onnx.ModelProto:
+    """A table that is read by token, and multiplied by in the end; tokens occur several times."""
+    table = np.random.default_rng(1).standard_normal((5, 3)).astype(np.float32)
+    with Tape(name="tied") as tape:
+        x = tape.input("x", np.float32, ["batch", 6])
+        weight = tape.initializer("table", table)
+        rows = op.Gather(weight, op.Cast(op.Clip(op.Abs(x), 0.0, 4.0), to=7))
+        tape.output(op.ReduceMean(rows, [1], keepdims=0) @ weight.mT, "logits")
+    return tape.model()
+
+
 def positions() -> onnx.ModelProto:
     """As exporters write it: as many rows of a table as the batch has, which inference loses."""
     weights = np.random.default_rng(1).standard_normal((2, 6, 6)).astype(np.float32)
@@ -198,6 +209,7 @@ CASES = {
     "scales": attention("Mul", "FusedMatMul"),
     "transposes": attention("Transpose", "FusedMatMul"),
     "cross_entropy": layers("SoftmaxCrossEntropyLoss", "LogSoftmax"),
+    "scattered_sums": Case(tied, {"x": (4, 6)}, "ConstantOfShape", ""),
     "max_pool": Case(pooling, {"x": (4, 4, 6, 6)}, "", "Equal"),
     "quantized_weights": Case(quantized, {"x": (4, 6)}, "BitShift", "GatherBlockQuantized"),
     "rectified": layers("Where", "HardSigmoid"),
@@ -241,6 +253,24 @@ def test_with_and_without(name: str) -> None:
     assert case.fewer or case.more
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert len(set(wanted)) == len(wanted)  # the steps did change the weights
+
+
+def test_gradient_of_a_tied_table() -> None:
+    """It is the sum of that of the rows that were read and that of the product."""
+    model = build_training_model(tied(), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1))
+    session = TrainingSession(model)
+    table = session.parameters["table"].astype(np.float64)
+    x = np.array([[0, 1, 1, 4, -3, 9], [2, 2, 2, 2, 2, 2]], np.float32)
+    labels = np.array([1, 3])
+    (found,) = session.gradients({"x": x, "labels": labels}).values()
+    tokens = np.minimum(np.abs(x), 4).astype(int)
+    hidden = table[tokens].mean(1)
+    scores = np.exp(hidden @ table.T)
+    d_logits = (scores / scores.sum(1, keepdims=True) - np.eye(5)[labels]) / 2
+    wanted = d_logits.T @ hidden
+    for token, row in zip(tokens.T, np.stack([d_logits @ table / 6] * 6), strict=True):
+        np.add.at(wanted, token, row)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_sizes_of_sequences_are_not_bound() -> None:

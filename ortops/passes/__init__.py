@@ -27,6 +27,7 @@ from ortops.passes.quantized_weights import QUANTIZED_WEIGHTS
 from ortops.passes.rectified import RECTIFIED
 from ortops.passes.recurrent import RECURRENT
 from ortops.passes.rounding import ROUNDING
+from ortops.passes.scattered_sums import SCATTERED_SUMS
 from ortops.passes.swish import SWISH
 from ortops.passes.transposed import TRANSPOSED
 from ortops.passes.webgpu import WEBGPU, WEBGPU_SESSION
@@ -47,6 +48,7 @@ PASSES: tuple[Pass, ...] = (
     SCALES,  # finished after TRANSPOSES, because it also scales products with transposed factors
     TRANSPOSES,
     CROSS_ENTROPY,
+    SCATTERED_SUMS,
     MAX_POOL,
     RECTIFIED,  # before BLOCKED, because it does not know the cotangents of blocked operators
     BLOCKED,
