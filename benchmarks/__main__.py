@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="TEXT",
         action="append",
         default=[],
-        help="only workloads with TEXT in their name",
+        help="only workloads in whose names a word starts with TEXT",
     )
     parser.add_argument(
         "--peer",
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = works.find(options.only)
     if not names:
         parser.error(f"--only {options.only} matches none of: {'; '.join(works.WORKS)}")
-    chosen = [name for name in peers.PEERS if _fits(name, options.peer)]
+    chosen = [name for name in peers.PEERS if works.fits(name, options.peer)]
     if not chosen:
         parser.error(f"--peer {options.peer} matches none of: {'; '.join(peers.PEERS)}")
     effort = measure.QUICK if options.quick else measure.Effort()
@@ -97,10 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (options.output / "profile.md").write_text(text, encoding="utf-8")
         return 0
     return _measure(names, chosen, options.part or PARTS, options.optimizer, effort, options.output)
-
-
-def _fits(name: str, texts: Sequence[str]) -> bool:
-    return any(text.casefold() in name.casefold() for text in texts or [""])
 
 
 def _measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ __all__ = [
     "Update",
     "Work",
     "find",
+    "fits",
     "transformer",
     "write",
 ]
@@ -332,8 +334,15 @@ def write(work: Work, folder: str, optimizers: Iterable[str]) -> None:
         task.trainable(optimizer).write_bytes(work.trainable(optimizer).SerializeToString())
 
 
+def fits(name: str, texts: Sequence[str]) -> bool:
+    """Whether a name contains one of the texts at the start of a word, ignoring case.
+
+    Any name fits if there are no texts.
+    """
+    starts = (rf"(?<![^\W_]){re.escape(text)}" for text in texts or [""])
+    return any(re.search(start, name, re.IGNORECASE) for start in starts)
+
+
 def find(texts: Sequence[str]) -> list[str]:
-    """Returns the names in `WORKS` that contain one of the texts, ignoring case."""
-    return [
-        name for name in WORKS if any(text.casefold() in name.casefold() for text in texts or [""])
-    ]
+    """Returns the names in `WORKS` that `fits` accepts."""
+    return [name for name in WORKS if fits(name, texts)]

@@ -672,3 +672,12 @@ def test_a_peer_that_fails_or_differs_is_reported(monkeypatch: pytest.MonkeyPatc
         assert np.allclose(found[key], value, rtol=1e-3, atol=1e-5)
     monkeypatch.setitem(functions.PEERS, "broken", lambda work: 1 / 0)
     assert functions.start(name, "broken") == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [("LeNet", True), ("lenet 28", True), ("net", False), ("28", True), ("", True)],
+)
+def test_a_work_is_chosen_by_the_start_of_a_word(text: str, fits: bool) -> None:
+    assert works.fits("LeNet 28×28", [text]) == fits
+    assert works.fits("MobileNetV2 280", [text]) == (text in ("28", ""))
