@@ -90,12 +90,12 @@ def short(measured: Measured) -> Iterator[str]:
         "[All workloads](ortops/docs/speed.md)."
     )
     yield ""
-    yield _row("CPU", "workloads", "step: median, worst", "start", "memory")
-    yield _row(*["---"] * 5)
+    yield _row("CPU", "workloads", "step: median, worst", "with `ortops[fast]`", "start", "memory")
+    yield _row(*["---"] * 6)
     for name, of_cpu in measured.items():
         steps = (work for work in of_cpu["works"] if not work.startswith(UPDATES))
         works = {work: of_cpu["works"][work] for work in steps}
-        cells = [_spread(works, ratio) for ratio in ("step", "start", "memory")]
+        cells = [_spread(works, ratio) for ratio in RATIOS]
         worst = max(works, key=lambda work: works[work]["step"])
         yield _row(name, str(len(works)), f"{cells[0]} ({worst})", *cells[1:])
 
