@@ -109,6 +109,7 @@ def rows_of(markdown: str, column: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.torch  # without it, there is no plot
 def test_a_quick_run_writes_tables_figures_and_a_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
