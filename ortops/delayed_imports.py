@@ -15,7 +15,7 @@ from types import ModuleType
 __all__ = ["delay_sympy"]
 
 _READER = "onnx_ir._symbolic_shapes"
-"""The module of onnx-ir that uses SymPy when it is imported; the other one uses it in functions."""
+"""The only module of onnx-ir that uses SymPy while it is imported."""
 
 
 class _Finder:

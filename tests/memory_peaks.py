@@ -16,7 +16,8 @@ from ortops import Tape, op
 __all__ = ["counts_peaks", "deep", "peak"]
 
 counts_peaks = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="only Linux measures the peak of a part"
+    not Path("/proc/self/clear_refs").exists(),
+    reason="the peak is reset by /proc/self/clear_refs, which only Linux has",
 )
 """Marks tests of `peak`."""
 

@@ -109,7 +109,7 @@ def rows_of(markdown: str, column: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.torch  # without it, there is no plot
+@pytest.mark.torch  # the plot compares with PyTorch
 def test_a_quick_run_writes_tables_figures_and_a_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

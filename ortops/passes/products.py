@@ -181,16 +181,6 @@ TRANSPOSES = PatternPass("transposes", _transposed_factors, _transposed_product,
 _COLUMNS = 512  # with fewer columns of the right factor, a Transpose node does not pay (measured)
 
 
-@pattern("Gemm")
-def _wide_gemm(node: ir.Node, tape: Tape) -> Result:
-    return _wide_product(node, tape)
-
-
-@pattern("FusedMatMul", domain=FUSED_DOMAIN)
-def _wide_fused_matmul(node: ir.Node, tape: Tape) -> Result:
-    return _wide_product(node, tape)
-
-
 def _wide_product(node: ir.Node, tape: Tape) -> Result:
     """Transposes the left factor of Aᵀ · B by a node of its own if B has many columns.
 
@@ -216,7 +206,12 @@ def _wide_product(node: ir.Node, tape: Tape) -> Result:
     return None
 
 
-LEFT_FACTORS = PatternPass("left_factors", _wide_gemm, _wide_fused_matmul, serves=ONNXRUNTIME)
+LEFT_FACTORS = PatternPass(
+    "left_factors",
+    pattern("Gemm")(_wide_product),
+    pattern("FusedMatMul", domain=FUSED_DOMAIN)(_wide_product),
+    serves=ONNXRUNTIME,
+)
 
 
 # ----------------------------------------------------------------------------------------- scales

@@ -37,15 +37,14 @@ def _into_the_other(node: ir.Node, tape: Tape) -> Result:
 
 
 def _adds_to_zeros(scatter: ir.Node) -> bool:
-    """Whether a node adds to a vector of zeros that no other node reads."""
+    """Whether a node adds to a vector of zeros."""
     zeros = scatter.inputs[0]
     made = producer_of(zeros, "ConstantOfShape")
     if zeros is None or made is None or zeros.shape is None or len(zeros.shape) != 1:
         return False
     value = attribute_values(made).get("value")
-    return attribute_values(scatter).get("reduction") == "add" and (
-        value is None or not value.any()
-    )
+    is_zero = value is None or not value.any()
+    return is_zero and scatter.attributes.get_string("reduction", "none") == "add"
 
 
 SCATTERED_SUMS = PatternPass("scattered_sums", _into_the_other, serves=ONNXRUNTIME)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortops.autodiff.registry import Cotangents, Table
+from ortops.autodiff.rules.elementwise import swish
 from ortops.graph.edit import has_one_reader, producer_of
-from ortops.graph.tensor import Tape, Tensor, op
+from ortops.graph.tensor import Tape, Tensor
 from ortops.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.passes.rewrite import Result, pattern, rewrite
 
@@ -53,8 +54,7 @@ def _fused(node: ir.Node, tape: Tape) -> Result:
 
 @TABLE.vjp("QuickGelu", domain=DOMAIN)
 def _quick_gelu(g: Tensor, y: Tensor, x: Tensor, *, alpha: float = 1.702) -> Cotangents:
-    s = op.Sigmoid(x if alpha == 1 else x * alpha)
-    return g * (s + y * (1 - s if alpha == 1 else alpha * (1 - s)))
+    return swish(g, y, x, alpha=alpha)
 
 
 SWISH = _Swish("swish", ONNXRUNTIME)

@@ -222,6 +222,9 @@ def mish(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 
 @vjp("Swish")
 def swish(g: Tensor, y: Tensor, x: Tensor, *, alpha: float = 1.0) -> Cotangents:
+    if alpha == 1:
+        s = op.Sigmoid(x)
+        return g * (s + y * (1 - s))
     s = op.Sigmoid(x * alpha)
     return g * (s + y * (alpha * (1 - s)))
 

@@ -108,11 +108,16 @@ class _Insertion:
         """Whether the twin of a value has more channels."""
         return sizes(x)[1] != sizes(self.tape.tensor(value))[1]
 
-    def _conv(self, node: ir.Node) -> None:
+    def _operands(self, node: ir.Node) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns the input, the weights and the bias of a convolution."""
         inputs = [None if value is None else self.tape.tensor(value) for value in node.inputs]
         x, w, b = (*inputs, None)[:3]
         assert x is not None
         assert w is not None
+        return x, w, b
+
+    def _conv(self, node: ir.Node) -> None:
+        x, w, b = self._operands(node)
         group = node.attributes.get_int("group", 1)
         n, channels, *_ = sizes(x)
         m, part, *kernel = sizes(w)
@@ -142,10 +147,7 @@ class _Insertion:
         )
 
     def _conv_transpose(self, node: ir.Node) -> None:
-        inputs = [None if value is None else self.tape.tensor(value) for value in node.inputs]
-        x, w, b = (*inputs, None)[:3]
-        assert x is not None
-        assert w is not None
+        x, w, b = self._operands(node)
         channels, m, *kernel = sizes(w)
         y = self.tape.tensor(node.outputs[0])
         n, _, *lengths = sizes(y)
