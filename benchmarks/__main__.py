@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output", type=Path, metavar="FOLDER", help="write the results to this folder"
     )
     parser.add_argument(
-        "--profile", action="store_true", help="profile the steps of ortops instead"
+        "--profile",
+        action="store_true",
+        help="profile the steps of ortops instead, and compare them with the ideal time",
     )
     parser.add_argument(
         "--without",
@@ -90,7 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--without requires --profile")
     if options.profile:
         steps = 2 if options.quick else 20
-        text = profiling.markdown(names, options.optimizer, steps, without)
+        profiled = next((peer for peer in chosen if peer in profiling.PROFILED), peers.LOWERED)
+        if reason := peers.PEERS[profiled].missing():
+            parser.error(f"{profiled!r} cannot be profiled: {reason}")
+        text = profiling.markdown(names, options.optimizer, steps, without, profiled)
         print(text)
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)

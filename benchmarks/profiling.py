@@ -7,20 +7,28 @@ import json
 import statistics
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ideal import Ideal, traffic
 from benchmarks.measure import worker
+from benchmarks.peers import COMPILED, LOWERED, PEERS, Step
 from benchmarks.works import WORKS, write
 
-__all__ = ["Node", "Profile", "markdown", "profile"]
+__all__ = ["PROFILED", "Node", "Profile", "markdown", "profile"]
 
 WARM_UP = 3
 SHOWN = 12
+
+PROFILED = (LOWERED, COMPILED)
+"""The peers that can be profiled."""
+
+STATES: Mapping[str, int] = {"Adam": 2, "Momentum": 1, "Adagrad": 1}
+"""The number of state tensors of each parameter, by optimizer."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +40,16 @@ class Node:
         operator: Its operator.
         shapes: The shapes of its inputs.
         milliseconds: The median time per step, without that of nodes in its subgraphs.
+        runs: How often it runs per step.
+        traffic: The bytes that it reads and writes per step.
     """
 
     name: str
     operator: str
     shapes: str
     milliseconds: float
+    runs: int = 1
+    traffic: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,30 +60,57 @@ class Profile:
         milliseconds: The median time of a step, including the overhead of profiling.
         sessions: The number of onnxruntime sessions that run in each step.
         nodes: The nodes of these sessions, the most expensive first.
+        ideal: The ideal time of the step.
     """
 
     milliseconds: float
     sessions: int
     nodes: Sequence[Node]
+    ideal: Ideal
 
 
-def profile(folder: str, optimizer: str, steps: int, without: Sequence[str] = ()) -> Profile:
-    """Profiles `TrainingSession.step` with standard operators; called in a separate process.
+def profile(
+    folder: str,
+    optimizer: str,
+    steps: int,
+    without: Sequence[str] = (),
+    peer: str = LOWERED,
+) -> Profile:
+    """Profiles `TrainingSession.step`; called in a separate process.
 
     Args:
         folder: The workload, as a `benchmarks.task.Task`.
         optimizer: A name in `benchmarks.task.OPTIMIZERS`.
         steps: The number of steps.
         without: Passes to leave out.
+        peer: `LOWERED` or `COMPILED` of `benchmarks.peers`.
     """
+    import onnx
     import onnxruntime
 
-    from benchmarks.peers import LOWERED, PEERS
+    from benchmarks.ideal import ideal
     from benchmarks.peers.with_ortops import make
     from benchmarks.task import THREADS, Task
     from ortops.execution.settings import Settings
 
     numbers, create = count(), onnxruntime.InferenceSession.__init__
+    task = Task.read(folder)
+
+    def create_step() -> Step:
+        sess_options = onnxruntime.SessionOptions()
+        sess_options.intra_op_num_threads = THREADS
+        settings = Settings().without(*without)
+        # Given options are used unchanged, so they must have what the default ones have.
+        sess_options.enable_mem_pattern = False
+        sess_options.add_session_config_entry(
+            "session.intra_op.spin_duration_us", str(settings.spin)
+        )
+        options = PEERS[peer].options
+        return make(task, optimizer, **options, sess_options=sess_options, settings=settings)
+
+    plain = create_step()
+    for _ in range(WARM_UP):  # opens its sessions, which are not profiled
+        plain.run()
     with tempfile.TemporaryDirectory() as place:
 
         def create_profiled(
@@ -79,35 +118,48 @@ def profile(folder: str, optimizer: str, steps: int, without: Sequence[str] = ()
         ) -> None:
             # onnxruntime's file names contain only the second, in which two sessions may start.
             sess_options = sess_options or onnxruntime.SessionOptions()
+            file = Path(place) / f"{next(numbers)}"
             sess_options.enable_profiling = True
-            sess_options.profile_file_prefix = str(Path(place) / f"{next(numbers)}")
+            sess_options.profile_file_prefix = str(file)
+            probe = bool(sess_options.optimized_model_filepath)  # ortops reads its model itself
+            if not probe:
+                sess_options.optimized_model_filepath = f"{file}.onnx"
             create(session, model, sess_options, *rest, **named)
+            if not probe:
+                sess_options.optimized_model_filepath = ""
 
+        onnxruntime.set_default_logger_severity(3)  # it warns about optimized models
         onnxruntime.InferenceSession.__init__ = create_profiled
-        sess_options = onnxruntime.SessionOptions()
-        sess_options.intra_op_num_threads = THREADS
-        step = make(
-            Task.read(folder),
-            optimizer,
-            **PEERS[LOWERED].options,
-            sess_options=sess_options,
-            settings=Settings().without(*without),
-        )
-        seconds = []
-        for _ in range(WARM_UP + steps):
-            start = time.perf_counter()
-            step.run()
-            seconds.append(time.perf_counter() - start)
-        del step
+        profiled = create_step()
+        milliseconds = _milliseconds(profiled, steps)
+        del profiled
         gc.collect()  # closes its sessions, which then write their files
-        files = [json.loads(file.read_text(encoding="utf-8")) for file in Path(place).iterdir()]
-    of_sessions = list(filter(None, (_nodes(events, WARM_UP + steps) for events in files)))
+        onnxruntime.InferenceSession.__init__ = create
+        of_sessions, models = [], []
+        for file in Path(place).glob("*.json"):
+            events = json.loads(file.read_text(encoding="utf-8"))
+            if nodes := _nodes(events, WARM_UP + steps):
+                of_sessions.append(nodes)
+                models.append(onnx.load(Path(place) / f"{file.name.partition('_')[0]}.onnx"))
     nodes = [node for nodes in of_sessions for node in nodes]
+    parameters = sum(array.nbytes for array in task.weights().values())
+    updated = (2 * STATES[optimizer] + 3) * parameters if peer == COMPILED else None
     return Profile(
-        1e3 * statistics.median(seconds[WARM_UP:]),
+        milliseconds,
         len(of_sessions),
         sorted(nodes, key=lambda node: -node.milliseconds),
+        ideal(nodes, models, plain.run, updated),
     )
+
+
+def _milliseconds(step: Step, steps: int) -> float:
+    """Returns the median time of a step after a warm-up."""
+    seconds = []
+    for _ in range(WARM_UP + steps):
+        start = time.perf_counter()
+        step.run()
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(seconds[WARM_UP:])
 
 
 def _nodes(events: Sequence[Mapping[str, Any]], steps: int) -> list[Node]:
@@ -122,15 +174,24 @@ def _nodes(events: Sequence[Mapping[str, Any]], steps: int) -> list[Node]:
         return []
     starts = sorted(float(run["ts"]) for run in runs)[:: len(runs) // steps]
     times: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0] * len(starts))
+    counts: Counter[tuple[str, str, str]] = Counter()
+    moved: Counter[tuple[str, str, str]] = Counter()
     for event, own in _own_times(events):
         arguments = event["args"]
         shapes = " ".join(
             str(list(*each.values())).replace(" ", "") for each in arguments["input_type_shape"]
         )
         name = str(event["name"]).removesuffix("_kernel_time")
+        key = name, arguments["op_name"], shapes
         step = sum(start <= float(event["ts"]) for start in starts) - 1
-        times[name, arguments["op_name"], shapes][step] += own / 1e3
-    return [Node(*key, statistics.median(each[WARM_UP:])) for key, each in times.items()]
+        times[key][step] += own / 1e3
+        counts[key] += 1
+        read = int(arguments["activation_size"]) + int(arguments["parameter_size"])
+        moved[key] += traffic(arguments["op_name"], read, int(arguments["output_size"]))
+    return [
+        Node(*key, statistics.median(each[WARM_UP:]), counts[key] // steps, moved[key] // steps)
+        for key, each in times.items()
+    ]
 
 
 def _own_times(
@@ -159,13 +220,19 @@ def _end(event: Mapping[str, Any]) -> float:
     return float(event["ts"]) + float(event["dur"])
 
 
-def markdown(works: Sequence[str], optimizer: str, steps: int, without: Sequence[str] = ()) -> str:
-    """Returns tables of operators and of the most expensive nodes for each workload."""
+def markdown(
+    works: Sequence[str],
+    optimizer: str,
+    steps: int,
+    without: Sequence[str] = (),
+    peer: str = LOWERED,
+) -> str:
+    """Returns tables of parts, operators and the most expensive nodes of each workload."""
     lines: list[str] = []
     for work in works:
         with tempfile.TemporaryDirectory() as folder, worker() as submit:
             submit(write, WORKS[work], folder, [optimizer]).result()
-            found = submit(profile, folder, optimizer, steps, without).result()
+            found = submit(profile, folder, optimizer, steps, without, peer).result()
             lines += [*_section(work, found), ""]
     return "\n".join(lines)
 
@@ -177,6 +244,8 @@ def _section(work: str, found: Profile) -> Iterator[str]:
         f"## {work}: {found.milliseconds:.2f} ms per step while profiled, {total:.2f} of it in "
         f"{len(found.nodes)} nodes of {sessions}"
     )
+    yield ""
+    yield from _parts(found.ideal)
     yield ""
     yield "| operator | nodes | ms | share |"
     yield "| --- | --- | --- | --- |"
@@ -195,3 +264,19 @@ def _section(work: str, found: Profile) -> Iterator[str]:
             f"| {node.name} | {node.operator} | {node.milliseconds:.2f} | {share:.0%} | "
             f"{node.shapes} |"
         )
+
+
+def _parts(found: Ideal) -> Iterator[str]:
+    """Yields a table of the parts of a step, measured and ideal."""
+    memory, caches = found.bandwidth / 1e9, found.cache_bandwidth / 1e9
+    yield f"| part | nodes | ms | ideal ms (memory: {memory:.0f} GB/s, caches: {caches:.0f} GB/s) |"
+    yield "| --- | --- | --- | --- |"
+    parts = {
+        "matrix products and convolutions": found.products,
+        "other nodes": found.others,
+        "update": found.update,
+    }
+    for name, part in parts.items():
+        yield f"| {name} | {part.nodes} | {part.measured:.2f} | {part.ideal:.2f} |"
+    nodes = sum(part.nodes for part in parts.values())
+    yield f"| step | {nodes} | {found.step:.2f} | {found.sum:.2f} |"

@@ -8,16 +8,20 @@ import functools
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from onnx import numpy_helper
+from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_tensor_value_info
 
 import ortops
 from benchmarks import (
     functions,
+    ideal,
     machine,
     measure,
     own,
@@ -501,7 +505,8 @@ def test_a_task_reads_back_as_it_was_written(tmp_path: Path) -> None:
 
 def event(name: str, start: float, length: float, category: str = "Node") -> dict[str, Any]:
     shapes = [{"float": [2, 3]}, {"int64": []}]
-    arguments = {"op_name": name[:4], "input_type_shape": shapes}
+    sizes = {"activation_size": "24", "parameter_size": "8", "output_size": "16"}
+    arguments = {"op_name": name[:4], "input_type_shape": shapes, **sizes}
     return {"cat": category, "name": name, "ts": start, "dur": length, "args": arguments}
 
 
@@ -518,9 +523,9 @@ def test_nodes_of_a_profile_have_the_median_time_after_warm_up() -> None:
             event("Gemm_1_fence_before", begin, 7),
         ]
     assert sorted(profiling._nodes(events, 6), key=lambda node: node.name) == [
-        profiling.Node("Gemm_1", "Gemm", "[2,3] []", 3.0),
-        profiling.Node("Scan_1", "Scan", "[2,3] []", 24.0),
-        profiling.Node("Tanh_1", "Tanh", "[2,3] []", 6.0),
+        profiling.Node("Gemm_1", "Gemm", "[2,3] []", 3.0, 1, 48),
+        profiling.Node("Scan_1", "Scan", "[2,3] []", 24.0, 1, 48),
+        profiling.Node("Tanh_1", "Tanh", "[2,3] []", 6.0, 2, 96),
     ]
 
 
@@ -529,12 +534,60 @@ def test_a_session_that_did_not_run_in_each_step_is_no_part_of_a_profile() -> No
     assert profiling._nodes(events, 6) == []
 
 
+@pytest.mark.parametrize(
+    ("operator", "moved"), [("Add", 40), ("Reshape", 0), ("Slice", 32), ("Expand", 32)]
+)
+def test_bytes_that_a_node_moves(operator: str, moved: int) -> None:
+    assert ideal.traffic(operator, 24, 16) == moved
+    assert ideal.traffic("Expand", 4, 16) == 20  # the smaller tensor is read
+
+
+def test_a_depthwise_convolution_of_one_element_is_no_product() -> None:
+    for shapes, expected in {"[4,8,8] [8,4,3]": True, "[4,8,8] [8,1,1]": False}.items():
+        assert ideal.is_product(profiling.Node("c", "Conv", shapes, 1.0)) is expected
+    assert ideal.is_product(profiling.Node("m", "FusedMatMul", "[2,3] [3,4]", 1.0))
+    assert not ideal.is_product(profiling.Node("t", "Tanh", "[2,3]", 1.0))
+
+
+def test_the_ideal_time_has_the_time_of_products_alone_and_of_memory() -> None:
+    x = np.zeros((256, 2048), np.float32)
+    inputs = [make_tensor_value_info(name, 1, x.shape) for name in "ab"]
+    output = make_tensor_value_info("c", 1, None)
+    graph = make_graph([make_node("MatMul", ["a", "w"], ["c"], name="m")], "g", inputs, [output])
+    graph.initializer.append(numpy_helper.from_array(np.zeros((2048, 64), np.float32), "w"))
+    model = make_model(graph, opset_imports=[make_opsetid("", 21)], ir_version=10)
+    moved = 64 << 20
+    found = ideal.ideal(
+        [
+            profiling.Node("m", "MatMul", "[256,2048] [2048,64]", 3.0, runs=2),
+            profiling.Node("t", "Tanh", "[9]", 5.0, traffic=moved),
+            profiling.Node("update/s", "Sub", "[9]", 7.0, traffic=2 * moved),
+        ],
+        [model],
+        lambda: time.sleep(0.02),
+    )
+    assert found.step >= 20
+    assert (found.products.nodes, found.products.measured) == (1, 3.0)
+    assert found.products.ideal > 2 * 1e3 * (2 * 256 * 2048 * 64) / 1e13  # no CPU has 10 TFLOP/s
+    assert found.others == ideal.Part(1, 5.0, 1e3 * moved / found.bandwidth)
+    assert found.update == ideal.Part(1, 7.0, 2e3 * moved / found.bandwidth)
+    assert found.sum == found.products.ideal + found.others.ideal + found.update.ideal
+
+
 def test_a_profile_names_operators_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--profile", "--only", MODEL]) == 0
     shown = capsys.readouterr().out
     assert f"## {MODEL}: " in shown
     assert "Gemm | " in shown
+    assert "| part | nodes | ms | ideal ms (memory: " in shown
+    assert "| matrix products and convolutions | 7 | " in shown
     assert "[32,784]" in shown
+
+
+@pytest.mark.optional("llvmlite", "fast")
+def test_a_profile_of_compiled_updates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--quick", "--profile", "--only", MODEL, "--peer", "ortops, compiled"]) == 0
+    assert "| update | 0 | " in capsys.readouterr().out
 
 
 @pytest.mark.slow
