@@ -171,6 +171,7 @@ WITHIN = {
             "computed_sizes",
             "gelu",
             "swish",
+            "rms_normalization",
             "scattered_sums",
         ),
         *(
@@ -182,7 +183,7 @@ WITHIN = {
             "rounding",
             "webgpu",
         ),
-        *("quantized_weights", "chunked_logits", "scaled_sums", "__init__"),
+        *("quantized_weights", "chunked_logits", "scaled_sums", "gated_sums", "__init__"),
     ),
     "losses": (
         *("teacher", "loss", "compute", "classification", "regression"),

@@ -36,6 +36,7 @@ from ortops.passes.blocked.kernels import block_size
 from ortops.passes.numbers import NUMBERS
 from ortops.passes.quantized_weights import has_kernel
 from ortops.passes.rematerialization import Rematerialization
+from ortops.passes.scaled_sums import has_gated_add
 from tests.gradient_models import with_gradients
 from tests.spies import Spy, lowered
 
@@ -166,6 +167,17 @@ def swish() -> onnx.ModelProto:
     return tape.model()
 
 
+def residual() -> onnx.ModelProto:
+    """An RMS normalization, as exporters write it, in a residual block."""
+    weights = np.random.default_rng(1).standard_normal((2, 6, 6)).astype(np.float32)
+    with Tape(name="residual") as tape:
+        h = tape.input("x", np.float32, ["batch", 6]) @ tape.initializer("first", weights[0])
+        root = op.Sqrt(op.ReduceMean(op.Pow(h, 2.0), [-1]) + 1e-6)
+        scaled = tape.initializer("scale", np.ones(6, np.float32)) * (h * op.Reciprocal(root))
+        tape.output(h + op.Tanh(scaled) @ tape.initializer("second", weights[1]), "logits")
+    return tape.model()
+
+
 def tied() -> onnx.ModelProto:
     """A table that is read by token, and multiplied by in the end; tokens occur several times."""
     table = np.random.default_rng(1).standard_normal((5, 3)).astype(np.float32)
@@ -201,6 +213,8 @@ CASES = {
     "computed_sizes": Case(positions, {"x": (4, 6)}, "Shape", ""),
     "numbers": layers("", "Constant"),  # one more, because another node reads the number, too
     "gelu": Case(gelu, {"x": (4, 6)}, "Div", "Gelu"),
+    "gated_sums": Case(residual, {"x": (4, 6)}, "Mul", "GatedAdd"),
+    "rms_normalization": Case(residual, {"x": (4, 6)}, "Sqrt", "SimplifiedLayerNormalization"),
     "padding": Case(padded, {"x": (4, 2, 5, 4)}, "Pad", ""),
     "chunked_logits": Case(lambda: quantized(4096), {"x": (4, 6)}, "", "Scan", {"outputs": []}),
     "left_factors": Case(swish, {"x": (4, 6)}, "", "Flatten"),
@@ -243,6 +257,8 @@ def trained(case: Case, settings: Settings, **options: Any) -> tuple[Counter[str
 def test_with_and_without(name: str) -> None:
     if name == "blocked" and BLOCK is None:
         pytest.skip("onnxruntime has no kernels for blocks of channels here")
+    if name == "gated_sums" and not has_gated_add():
+        pytest.skip("this onnxruntime has no GatedAdd")
     if name == "quantized_weights" and not has_kernel():
         pytest.skip("this onnxruntime has no kernel that dequantizes rows")
     case = CASES[name]

@@ -75,7 +75,7 @@ class Settings:
         Example:
             >>> settings = Settings().without("max_pool", "recurrent", "blocked", "scales")
             >>> [each.name for each in settings.passes][:5]
-            ['normal_form', 'numbers', 'computed_sizes', 'padding', 'gelu']
+            ['normal_form', 'numbers', 'gated_sums', 'computed_sizes', 'padding']
         """
         known = [each.name for each in self.passes]
         for name in names:

@@ -17,6 +17,7 @@ from ortops.passes.chunked_logits import CHUNKED_LOGITS
 from ortops.passes.computed_sizes import COMPUTED_SIZES
 from ortops.passes.cross_entropy import CROSS_ENTROPY
 from ortops.passes.draft import Draft, Pass, Runtime
+from ortops.passes.gated_sums import GATED_SUMS
 from ortops.passes.gelu import GELU
 from ortops.passes.max_pool import MAX_POOL
 from ortops.passes.normal_form import NORMAL_FORM
@@ -26,6 +27,7 @@ from ortops.passes.products import LEFT_FACTORS, ROW_SUMS, SCALES, TRANSPOSES
 from ortops.passes.quantized_weights import QUANTIZED_WEIGHTS
 from ortops.passes.rectified import RECTIFIED
 from ortops.passes.recurrent import RECURRENT
+from ortops.passes.rms_normalization import RMS_NORMALIZATION
 from ortops.passes.rounding import ROUNDING
 from ortops.passes.scattered_sums import SCATTERED_SUMS
 from ortops.passes.swish import SWISH
@@ -37,9 +39,11 @@ __all__ = ["PASSES", "Draft", "Pass", "Runtime", "passes_for"]
 PASSES: tuple[Pass, ...] = (
     NORMAL_FORM,  # first, because the others look for its forms
     NUMBERS,  # finished last, because the others look for numbers of rank 0
+    GATED_SUMS,  # finished after all passes that look for sums and products
     COMPUTED_SIZES,
     PADDING,
     GELU,
+    RMS_NORMALIZATION,
     QUANTIZED_WEIGHTS,
     CHUNKED_LOGITS,  # after QUANTIZED_WEIGHTS, because it differentiates products by its rules
     LEFT_FACTORS,  # finished after all passes that move transposes into products

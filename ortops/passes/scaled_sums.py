@@ -21,12 +21,22 @@ from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
 from ortops.passes.blocked.kernels import KERNEL_DOMAIN, block_size, convolve, emit_one, sizes
 from ortops.passes.rewrite import Result, pattern, rewrite
 
-__all__ = ["MULTIPLE", "adds_to_zero", "arranged", "expand", "has_kernel", "insert", "overwrites"]
+__all__ = [
+    "GATED_DOMAIN",
+    "MULTIPLE",
+    "adds_to_zero",
+    "arranged",
+    "expand",
+    "has_gated_add",
+    "has_kernel",
+    "insert",
+    "overwrites",
+]
 
 DOMAIN = "ortops.scaled_sums"
 """The private domain of a sum y + c · x."""
 
-_GATED_ADD = "com.microsoft"
+GATED_DOMAIN = "com.microsoft"
 """The domain of GatedAdd."""
 
 _CHANNELS = 16  # a multiple of any kernel's block
@@ -43,7 +53,7 @@ def arranged(size: int) -> tuple[int, int, int, int]:
 
 def has_kernel() -> bool:
     """Returns whether onnxruntime has a kernel here that computes such a sum in one pass."""
-    return block_size() is not None or _has_gated_add()
+    return block_size() is not None or has_gated_add()
 
 
 def adds_to_zero() -> bool:
@@ -52,7 +62,8 @@ def adds_to_zero() -> bool:
 
 
 @functools.cache
-def _has_gated_add() -> bool:
+def has_gated_add() -> bool:
+    """Returns whether onnxruntime has GatedAdd."""
     with Tape(name="probe") as tape:
         x = tape.input("x", np.float32, arranged(MULTIPLE))
         tape.output(_gated_add(x, tape.input("gate", np.float32, [*arranged(MULTIPLE)[:3], 1]), x))
@@ -162,5 +173,5 @@ def _kernel(node: ir.Node, tape: Tape) -> Result:
 
 def _gated_add(x: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Returns y + weights · x, with a weight for each row of x."""
-    y.tape.graph.opset_imports[_GATED_ADD] = 1
-    return emit_one(_GATED_ADD, "GatedAdd", [y, x, weights], sizes(y))
+    y.tape.graph.opset_imports[GATED_DOMAIN] = 1
+    return emit_one(GATED_DOMAIN, "GatedAdd", [y, x, weights], sizes(y))

@@ -130,14 +130,14 @@ def layer_normalization(
     slope = shift = None  # d_x = inverse_std · scale · g + slope · centred + shift, per row
     if g_y is not None:
         d_bias = None if bias is None else unbroadcast(g_y, bias)
-        divided = g_y * inverse_std
-        product = divided * centred
-        d_scale = unbroadcast(product, scale)
+        product = g_y * centred
+        d_scale = _sum_of_scaled_rows(product, inverse_std, scale)
         wide_scale = scale.astype(wide)
-        d_x = divided * wide_scale
+        d_x = g_y * wide_scale * inverse_std
         share = wide_scale * (-1 / count)
-        slope = _weighted_sum(product, share, axes) * (inverse_std * inverse_std)
-        shift = _weighted_sum(divided, share, axes)
+        square = inverse_std * inverse_std
+        slope = _weighted_sum(product, share, axes) * inverse_std * square
+        shift = _weighted_sum(g_y, share, axes) * inverse_std
     if g_inverse_std is not None:
         cubed = inverse_std * inverse_std * inverse_std
         slope = _add(slope, -(g_inverse_std * cubed / count))
@@ -162,6 +162,18 @@ def _weighted_sum(x: Tensor, weights: Tensor, axes: Sequence[int]) -> Tensor:
     return op.ReduceSum(x * weights, axes, keepdims=1)
 
 
+def _sum_of_scaled_rows(x: Tensor, factors: Tensor, like: Tensor) -> Tensor:
+    """Returns x times the factors of its rows, summed to the shape of another tensor.
+
+    For the last axis, it is computed as a matrix product, in one pass over the memory of x.
+    """
+    shape = x.shape or (None,)
+    columns = shape[-1]
+    if factors.shape == (*shape[:-1], 1) and like.shape == (columns,) and isinstance(columns, int):
+        return op.MatMul(op.Reshape(factors, [-1]), op.Reshape(x, [-1, columns]))
+    return unbroadcast(x * factors, like)
+
+
 @vjp("RMSNormalization")
 def rms_normalization(
     g: Tensor,
@@ -175,14 +187,31 @@ def rms_normalization(
 ) -> Cotangents:
     wide = wide_dtype(x, scale)
     axes = list(range(axis % x.ndim, x.ndim))
-    wide_x, wide_g = x.astype(wide), g.astype(wide)
+    wide_x = x.astype(wide)
     inverse_rms = op.Reciprocal(op.Sqrt(op.ReduceMean(wide_x * wide_x, axes) + epsilon))
-    normalized = wide_x * inverse_rms
-    wide_scale = scale.astype(wide)
-    product = wide_g * normalized
-    share = _weighted_sum(product, wide_scale * (1 / _count(x, axes, wide)), axes)
-    d_x = (wide_g * wide_scale - normalized * share) * inverse_rms
-    return _like((d_x, unbroadcast(product, scale)), (x, scale))
+    return _like(rms_vjp(g.astype(wide), wide_x, inverse_rms, scale, axes), (x, scale))
+
+
+def rms_vjp(
+    g: Tensor, x: Tensor, inverse_rms: Tensor, scale: Tensor, axes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Returns the cotangents of x and scale, given that of x · inverse_rms · scale.
+
+    The factors of rows are multiplied with each other before they are with rows.
+
+    Args:
+        g: The cotangent.
+        x: The tensor that was normalized, of the same type.
+        inverse_rms: The reciprocal of its root mean square over the axes.
+        scale: The scale.
+        axes: The axes, up to the last one.
+    """
+    product = g * x
+    wide_scale = scale.astype(g.dtype)
+    share = wide_scale * (-1 / _count(x, axes, g.dtype))
+    slope = _weighted_sum(product, share, axes) * inverse_rms * (inverse_rms * inverse_rms)
+    d_x = g * wide_scale * inverse_rms + x * slope
+    return d_x, _sum_of_scaled_rows(product, inverse_rms, scale)
 
 
 @vjp("InstanceNormalization")

@@ -1,0 +1,119 @@
+"""Sums of products with one factor per row, in one pass over memory for each product.
+
+y + c · x, with a factor c for each row of x, takes two passes with standard operators. The operator
+GatedAdd of onnxruntime 1.31 takes one, and rounds in the same way. The gradients of
+normalizations consist of such sums, and are added to those of residual connections.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from ortops.graph.edit import has_one_reader, producer_of
+from ortops.graph.shapes import is_unknown
+from ortops.graph.tensor import Tape, Tensor, op
+from ortops.passes.rewrite import PatternPass, Result, pattern
+from ortops.passes.scaled_sums import GATED_DOMAIN, has_gated_add
+
+__all__ = ["GATED_SUMS"]
+
+
+@dataclass
+class _Sum:
+    """The terms of a sum.
+
+    Attributes:
+        shape: The shape of the sum.
+        whole: Terms of this shape.
+        gated: Products of a tensor of this shape and one number for each row.
+        columns: Such numbers.
+        passes: How many passes over the memory of the sum its nodes take.
+    """
+
+    shape: ir.Shape
+    whole: list[ir.Value] = field(default_factory=list)
+    gated: list[tuple[ir.Value, ir.Value]] = field(default_factory=list)
+    columns: list[ir.Value] = field(default_factory=list)
+    passes: int = 0
+
+    def add(self, value: ir.Value, *, root: bool = False) -> bool:
+        """Adds the terms of a value, and returns whether its shape is one of the above."""
+        if self._is_column(value):
+            self.columns.append(value)
+            return True
+        if value.shape != self.shape or value.dtype != ir.DataType.FLOAT:
+            return False
+        node = value.producer() if root or has_one_reader(value) else None
+        if node is not None and (node.domain, node.op_type) == (GATED_DOMAIN, "GatedAdd"):
+            base, x, gate = (each for each in node.inputs if each is not None)
+            self.passes += 1
+            self.gated.append((x, gate))
+            return self.add(base)
+        if node is not None and (node.domain, node.op_type) == ("", "Add"):
+            self.passes += 1
+            return all(self.add(each) for each in node.inputs if each is not None)
+        product = None if root else self._product(value)
+        if product is None:
+            self.whole.append(value)
+        else:
+            self.passes += 1
+            self.gated.append(product)
+        return True
+
+    def _is_column(self, value: ir.Value) -> bool:
+        return value.shape is not None and value.shape == ir.Shape([*self.shape[:-1], 1])
+
+    def _product(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+        node = producer_of(value, "Mul")
+        if node is None or not has_one_reader(value):
+            return None
+        for x, factor in (node.inputs, node.inputs[::-1]):
+            if x is None or factor is None or x.shape != self.shape:
+                continue
+            if self._is_column(factor):
+                return x, factor
+        return None
+
+
+@pattern("Add")
+def _gated(node: ir.Node, tape: Tape) -> Result:
+    y = node.outputs[0]
+    if y.dtype != ir.DataType.FLOAT or y.shape is None or len(y.shape) < 2 or y.shape[-1] == 1:
+        return None
+    if any(map(is_unknown, y.shape)):
+        return None
+    total = _Sum(y.shape)
+    if not total.add(y, root=True) or not total.gated:
+        return None
+    # Without a whole term, one product is computed first, in a pass of its own.
+    needed = max(len(total.whole) - 1, 0) + len(total.gated) + len(total.columns)
+    if needed >= total.passes or not has_gated_add():
+        return None
+    return _emit(total, tape)
+
+
+def _emit(total: _Sum, tape: Tape) -> Tensor:
+    gated = [(tape.tensor(x), tape.tensor(gate)) for x, gate in total.gated]
+    if total.whole:
+        result, *others = (tape.tensor(each) for each in total.whole)
+        for other in others:
+            result = result + other
+    else:
+        x, gate = gated.pop()
+        result = op.Mul(x, gate)
+    for x, gate in gated:
+        inputs = [result.value, x.value, gate.value]
+        fused = ir.Node(GATED_DOMAIN, "GatedAdd", inputs, num_outputs=1)
+        fused.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+        fused.outputs[0].shape = total.shape.copy()
+        tape.append(fused)
+        tape.graph.opset_imports.setdefault(GATED_DOMAIN, 1)
+        result = tape.tensor(fused.outputs[0])
+    for column in total.columns:
+        result = result + tape.tensor(column)
+    return result
+
+
+GATED_SUMS = PatternPass("gated_sums", _gated)
