@@ -24,7 +24,7 @@ from ortops.graph.edit import remove_defaults
 from ortops.graph.files.external import detach
 from ortops.lowering import prepare, to_proto
 from ortops.optimizers import SGD
-from ortops.passes.blocked import BLOCKED
+from ortops.passes.blocked import BLOCKED, is_mostly_blocked
 from ortops.passes.blocked.kernels import KERNEL_DOMAIN, block_size
 from ortops.trainable.step_graph import flatten
 from tests.gradient_models import Build, with_gradients
@@ -511,6 +511,30 @@ def test_no_optimization_is_needed() -> None:
         return op.MaxPool(y, kernel_shape=[2, 2], strides=[2, 2])
 
     check(build, {"x": (B, B, 6, 6), "w": (B, B, 3, 3), **STATISTICS}, optimize=False)
+
+
+def test_onnxruntime_runs_a_network_with_live_normalizations_as_it_is() -> None:
+    """Its optimizer finds nothing there, and takes most of the time of opening a session."""
+
+    def build(x: Tensor, w: Tensor, *statistics: Tensor) -> Tensor:
+        return normalized(op.Conv(x, w), *statistics)
+
+    model, _ = with_gradients(build, {"x": (B, B, 8, 8), "w": (B, B, 1, 1), **STATISTICS})
+    graph = lowered_ir(prepare(convert.to_ir(model)), BLOCKED).graph
+    products = [node.domain for node in graph if node.op_type in ("Conv", "Gemm", "MatMul")]
+    assert products.count(KERNEL_DOMAIN) <= products.count("")  # of sums
+    assert is_mostly_blocked(graph)
+
+
+def test_onnxruntime_optimizes_what_lies_behind_few_convolutions() -> None:
+    def build(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return op.Flatten(op.Conv(x, w)) @ v
+
+    sizes = {"x": (64, B, 4, 4), "w": (B, B, 3, 3), "v": (4 * B, 64 * B)}
+    model, _ = with_gradients(build, sizes)
+    graph = lowered_ir(prepare(convert.to_ir(model)), BLOCKED).graph
+    assert any(node.domain == KERNEL_DOMAIN for node in graph)
+    assert not is_mostly_blocked(graph)
 
 
 def add_gradient(model: onnx.ModelProto, x: str, y: str, name: str, shape: tuple[int, ...]) -> None:

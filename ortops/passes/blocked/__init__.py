@@ -9,6 +9,7 @@ them with onnxruntime's nodes for these kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import onnx_ir as ir
@@ -73,13 +74,22 @@ def _is_of_images(node: ir.Node) -> bool:
 
 
 def is_mostly_blocked(graph: ir.Graph) -> bool:
-    """Whether most products in a graph are convolutions in the blocked layout.
+    """Whether the results of products are mostly those of convolutions in the blocked layout.
 
-    onnxruntime's optimizer can improve little in such a graph.
+    onnxruntime's optimizer can improve little in such a graph. Sizes count, not nodes: a live
+    BatchNormalization has several products of its own, whose results are as small as its scale.
     """
     kinds = ("Conv", "ConvTranspose", "FusedMatMul", "Gemm", "MatMul")
-    products = [node.domain for node in graph if node.op_type in kinds]
-    return 2 * products.count(KERNEL_DOMAIN) > len(products)
+    blocked = others = 0
+    for node in graph:
+        if node.op_type in kinds:
+            shape = node.outputs[0].shape
+            if shape is None or not shape.is_static():
+                return False
+            size = math.prod(shape.numpy())
+            blocked += size if node.domain == KERNEL_DOMAIN else 0
+            others += size if node.domain != KERNEL_DOMAIN else 0
+    return blocked > others
 
 
 BLOCKED = _Blocked("blocked")
