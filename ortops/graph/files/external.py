@@ -7,8 +7,10 @@ therefore works on light models, whose big tensors contain only the key of their
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -23,7 +25,7 @@ from ortops.graph.files.atomic import (
     remedy,
 )
 from ortops.graph.files.folders import forget
-from ortops.graph.files.held_file import InFile, hold, read_message
+from ortops.graph.files.held_file import HeldFile, InFile, hold, read_message
 from ortops.graph.files.messages import (
     BIG,
     ITEM_SIZES,
@@ -79,6 +81,11 @@ MESSAGE_LIMIT = 2**31 - 2**24
 
 Data: TypeAlias = dict[str, ir.TensorProtocol]
 """Detached data, by the location of the tensor in the light model."""
+
+_ASIDE = 2**24
+"""Data of at least this many bytes are put into a temporary file, if they are rarely read."""
+
+logger = logging.getLogger("ortops")
 
 _MEMORY = "ortops.memory"  # the location of data passed to `add_external_initializers`
 _numbers = itertools.count()
@@ -462,17 +469,54 @@ def copy_to_memory(
         data: The data of a light model.
         but: Tensors whose data are lent instead of copied (see `Reference`).
         held: Tensors whose data may stay in a held file, or be computed from data there, because
-            they are rarely read.
+            they are rarely read. If they are in memory and large, they are moved to a temporary
+            file.
     """
     lent, seldom = ({location_of(tensor) for tensor in tensors} for tensors in (but, held))
-
-    def kept(location: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-        if location in lent:
-            return Reference(tensor)
+    rest: Data = {}
+    result: Data = {}
+    for location, tensor in data.items():
         source = tensor.source if isinstance(tensor, Computed) else tensor
-        return tensor if location in seldom and isinstance(source, InFile) else _in_memory(tensor)
+        if location in lent:
+            result[location] = Reference(tensor)
+        elif location in seldom and isinstance(source, InFile):
+            result[location] = tensor
+        else:
+            rest[location] = tensor
+    aside = _put_aside({name: tensor for name, tensor in rest.items() if name in seldom})
+    in_memory = {name: _in_memory(tensor) for name, tensor in rest.items() if name not in aside}
+    return {**result, **aside, **in_memory}
 
-    return {location: kept(location, tensor) for location, tensor in data.items()}
+
+def _put_aside(data: Data) -> Data:
+    """Returns data that are read from a temporary file on each access.
+
+    They are none if there are few data, or such a file cannot be written. It has no name, so that
+    the system removes it with the process at the latest.
+    """
+    if sum(tensor.nbytes for tensor in data.values()) < _ASIDE or not hasattr(os, "pread"):
+        return {}
+    spans: dict[str, ByteSpan] = {}
+    try:
+        with tempfile.TemporaryFile() as stream:
+            for location, tensor in data.items():
+                begin = stream.tell()
+                stream.write(_bytes(tensor))
+                spans[location] = ByteSpan(begin, stream.tell())
+            stream.flush()
+            folder = Path(tempfile.gettempdir())
+            file = HeldFile(folder, os.dup(stream.fileno()), stays_open=True)
+    except OSError as error:
+        logger.info("model: the parameters for `reset` stay in memory: %s", error)
+        return {}
+    logger.info("model: the parameters for `reset` are in a temporary file in '%s'", folder)
+    bare = {
+        location: onnx.TensorProto(
+            name=tensor.name, data_type=tensor.dtype.value, dims=tensor.shape.numpy()
+        )
+        for location, tensor in data.items()
+    }
+    return {name: InFile(file, span, bare[name], ours=True) for name, span in spans.items()}
 
 
 def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:

@@ -258,14 +258,17 @@ class InFile(ir.LazyTensor):
         file: The file.
         span: The span of the data.
         tensor: The message with the type, shape and name.
+        ours: Whether nobody else can change the file, so that its data need no checks.
 
     Attributes:
         length: The size of the data in bytes.
     """
 
-    def __init__(self, file: HeldFile, span: ByteSpan, tensor: onnx.TensorProto) -> None:
+    def __init__(
+        self, file: HeldFile, span: ByteSpan, tensor: onnx.TensorProto, *, ours: bool = False
+    ) -> None:
         bare = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-        read = functools.partial(_read, file, span, bare, [])
+        read = functools.partial(_read, file, span, bare, None if ours else [])
         kind = ir.DataType(tensor.data_type)
         super().__init__(read, kind, ir.Shape(tensor.dims), name=tensor.name)
         self.length = span.length
@@ -286,12 +289,14 @@ class InFile(ir.LazyTensor):
 
 
 def _read(
-    file: HeldFile, span: ByteSpan, tensor: onnx.TensorProto, checksums: list[int]
+    file: HeldFile, span: ByteSpan, tensor: onnx.TensorProto, checksums: list[int] | None
 ) -> ir.TensorProtocol:
+    is_same, found = True, 0
     try:
         content = file.read(*span)
-        found = zlib.crc32(content)
-        is_same = found == checksums[0] if checksums else file.is_as_opened()
+        if checksums is not None:
+            found = zlib.crc32(content)
+            is_same = found == checksums[0] if checksums else file.is_as_opened()
     except OSError as error:
         raise ModelError(
             f"initializer '{tensor.name}': cannot read its data from file '{file.path}': "
@@ -303,7 +308,7 @@ def _read(
             "file was opened; replace files in use instead of overwriting them, as "
             "ortops.save_model does"
         )
-    if not checksums:
+    if checksums is not None and not checksums:
         checksums.append(found)
     kind = ir.DataType(tensor.data_type)
     if kind.bitwidth >= 8 and sys.byteorder == "little":
