@@ -443,3 +443,39 @@ def test_memory_is_that_of_standard_operators() -> None:
         assert (first is second) == (expected[0] is expected[1]), name
     pairs = itertools.combinations(session._execution.variables.values(), 2)
     assert not any(np.shares_memory(a.buffers[0], b.buffers[0]) for a, b in pairs)
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_compiled_updates_of_small_models_overwrite_their_variables(change: int) -> None:
+    model = build(classifier(hidden=64), "Adam")
+    session = TrainingSession(model, settings=after(change))
+    for batch in batches()[: change + 1]:  # before the change, there are two buffers
+        assert session.compiled == ()
+        session.step(batch)
+    session.step(batches()[0])
+    assert "w1" in session.compiled
+    execution = session._execution
+    before = {name: execution.present(name) for name in ("w1", "w1.V", "w1.H")}
+    first, second = execution.variables["w1"].buffers
+    assert first is second
+    session.step(batches()[1])
+    for name, array in before.items():
+        assert np.shares_memory(execution.present(name), array), name
+
+
+def test_compiled_updates_of_several_entries_have_two_buffers() -> None:
+    # A later entry of a step may fail, and the variables must then be those of before the step.
+    model = build(classifier(hidden=64), "Adam", trainable=["w1", "b1"])
+    model = ortops.add_training(
+        model, loss="SoftmaxCrossEntropy", optimizer="SGD", trainable=["w2"], name="other"
+    )
+    session = TrainingSession(model, kernels="compiled")
+    present = [session._execution.present("w1")]
+    for batch in batches()[:2]:
+        session.step(batch)
+        present.append(session._execution.present("w1"))
+    assert not np.shares_memory(present[0], present[1])
+    assert np.shares_memory(present[0], present[2])

@@ -6,7 +6,10 @@ old and new values.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -36,6 +39,7 @@ from ortops import TrainingSession, optimizers
 from ortops.errors import FeedError, OrtopsError
 from ortops.execution import onnxruntime_sessions, packed, split, variant
 from ortops.execution.binding import Binding
+from ortops.execution.compilation import Call
 from ortops.execution.settings import Settings
 
 Rule = Callable[..., Any]
@@ -236,6 +240,34 @@ def test_safe_updates_are_made_in_place() -> None:
     before = session._execution.present("w")
     session.step(affine_batch())
     assert np.shares_memory(session._execution.present("w"), before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no SIGALRM on Windows")
+def test_no_signal_handler_runs_between_a_compiled_update_and_the_end_of_its_step() -> None:
+    class AlarmError(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise AlarmError
+
+    def update(*_: int) -> None:  # a signal during the update; C functions only
+        raise AssertionError("the test replaces it")
+
+    call = Call(update, [], 0)
+    call.native = functools.partial(ctypes.CDLL(None)["raise"], int(signal.SIGALRM))
+    done: list[int] = []
+    finish = functools.partial(done.append, 1)
+    nothing: dict[str, Any] = {"read": {}, "written": {}, "shown": [], "copies": [], "updates": []}
+    binding = Binding(
+        None, **nothing, interruptible=False, rebound=(), passed=(), calls=[call, call]
+    )
+    previous = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(AlarmError):
+            binding.update_and(finish)
+        assert done == [1]
+    finally:
+        signal.signal(signal.SIGALRM, previous)
 
 
 @every_way

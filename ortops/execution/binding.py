@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
+from ortops.execution.compilation import Call
 from ortops.execution.memory import Device, DeviceArray, Memory, fetch, ort_value, put
 from ortops.execution.onnxruntime_sessions import errors_as_ours, inputs_elsewhere
 from ortops.inference import InferenceSession
@@ -36,6 +39,7 @@ class Binding:
             caller may replace, and large feeds.
         passed: Outputs in onnxruntime's memory that are passed to the updates and released.
         device: The device of the variables; None for numpy's memory.
+        calls: The calls of compiled code that run all packed updates; None if these need more.
     """
 
     session: InferenceSession | None
@@ -48,6 +52,7 @@ class Binding:
     rebound: Collection[str]
     passed: Sequence[str]
     device: Device | None = None
+    calls: Sequence[Call] | None = None
 
     def __post_init__(self) -> None:
         """Determines which inputs are feeds, and which are bound before each run."""
@@ -141,6 +146,18 @@ class Binding:
             feeds = {**feeds, **self.take()}
         for update in self.updates:
             update(feeds)
+
+    def update_and(self, finish: Callable[[], object]) -> bool:
+        """Runs the packed updates and a C function, if these are `calls`; returns whether it did.
+
+        Python runs signal handlers between its own instructions only. Here, C functions are called
+        by C functions, so no handler runs before all of them have ended.
+        """
+        if self.calls is None:
+            return False
+        functions: list[Callable[[], object]] = [*(call.native for call in self.calls), finish]
+        deque(map(operator.call, functions), maxlen=0)
+        return True
 
 
 def overwriting(binding: Binding) -> Binding:

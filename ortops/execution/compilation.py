@@ -23,7 +23,9 @@ from ortops.numbers import Array
 __all__ = ["Call", "Function", "compiled", "has_compiler"]
 
 Function: TypeAlias = Callable[[int, int], None]
-"""A compiled formula: see `Translation.name` for its arguments. It runs without the GIL."""
+"""A compiled formula: see `Translation.name` for its arguments. It runs without the GIL.
+
+It is a C function, so Python runs no signal handlers within a call."""
 
 _OPAQUE_POINTERS = (0, 45)  # the first version of llvmlite that reads the intermediate code
 
@@ -70,11 +72,8 @@ def _compiled(binding: Any, translation: Translation) -> Function:
     engine = binding.create_mcjit_compiler(module, target.create_target_machine(**host))
     engine.finalize_object()
     address = engine.get_function_address(translation.name)
-    native = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(address)
-
-    def function(table: int, size: int, engine: Any = engine) -> None:  # which it keeps alive
-        native(table, size)
-
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(address)
+    function.engine = engine  # type: ignore[attr-defined]  # which it keeps alive
     return function
 
 
@@ -135,6 +134,9 @@ class Call:
         function: The code.
         arrays: Contiguous arrays, as `Translation.name` says; None for those that each call gives.
         size: The number of elements.
+
+    Attributes:
+        native: The call as a C function without arguments, if all arrays are given.
     """
 
     def __init__(self, function: Function, arrays: Sequence[Array | None], size: int) -> None:
@@ -144,6 +146,7 @@ class Call:
         self._table = np.array(found, np.uintp)
         self._start: int = self._table.ctypes.data
         self._given = [index for index, array in enumerate(arrays) if array is None]
+        self.native = functools.partial(function, self._start, size)
 
     def __call__(self, given: Sequence[Array] = ()) -> None:
         """Runs the code; see the class for the arrays that are given."""

@@ -126,7 +126,7 @@ class Execution:
         ]
         self._in_backward = any(template.in_backward for template in self._templates)
         all_packed = [packed for template in self._templates for packed in template.packed]
-        self._in_place = self._in_backward or any(packed.in_place for packed in all_packed)
+        self._overwrites_device = False
         self._sessions = sessions
         self._compiles_later = sessions.compiles_later and not self._in_backward
         self._shared.compiles_later = self._compiles_later
@@ -164,6 +164,13 @@ class Execution:
         """Whether updates overwrite variables on a device; then, there is one part."""
         return self._templates[0].overwrites
 
+    @property
+    def _in_place(self) -> bool:
+        """Whether an update that fails leaves some variables with next values, others without."""
+        packed = (each for template in self._templates for each in template.packed)
+        in_place = any(each.in_place for each in packed)
+        return self._in_backward or self._overwrites_device or in_place
+
     def _hold(self, values: Mapping[str, Array], sessions: Sessions) -> None:
         """Allocates the memory of all variables that are not packed, and sets all variables.
 
@@ -182,7 +189,7 @@ class Execution:
                 here = set[str]().union(*(names for names, _ in read))
                 here = here.difference(*(names for _, names in read))
             in_place = set[str]().union(*(cache.in_place for cache in graphs))
-            self._in_place = bool(in_place)
+            self._overwrites_device = bool(in_place)
         for name in (name for name in values if name not in self.variables):
             value, device = values[name], None if name in here else sessions.device
             first = second = hold(value, device)
@@ -247,7 +254,9 @@ class Execution:
                 size = sum(p.group.size for p in template.packed if p.joined)
                 if size and saved * size < least:  # it would not be faster
                     continue
-                if template.compile_updates():
+                if template.compile_updates(self._shared.position[0][number]):
+                    for packed in template.packed:
+                        self.variables |= packed.variables
                     self._caches[number] = self._new_cache(number)
                     self._shared.split_steps.pop(number, None)
         except Exception as error:  # exceptions of llvmlite, and its library's
@@ -471,6 +480,8 @@ class Execution:
         if note is not None:
             note(shown)
 
+        position = tuple(new_turns), made + 1
+
         def finish() -> None:
             try:
                 part.update(feeds)
@@ -478,9 +489,11 @@ class Execution:
                 if self._in_place:
                     self._shared.failed = _HALFWAY.format(error)
                 raise
-            self._shared.position = (tuple(new_turns), made + 1)
+            self._shared.position = position
 
-        if part.interruptible:  # the step wrote only to buffers that nobody reads yet
+        if part.update_and(functools.partial(setattr, self._shared, "position", position)):
+            pass
+        elif part.interruptible:  # the step wrote only to buffers that nobody reads yet
             finish()
         else:
             self._changes.change(finish)

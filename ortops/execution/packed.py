@@ -130,10 +130,20 @@ class Packed:
         """The roles whose next values overwrite the current values, by index."""
         return [i for i, (a, b) in self.arrays.items() if self.group.roles[i].updated and a is b]
 
-    def apart(self) -> Packed:
-        """Returns the same update, in the same memory, separate from the gradient graph."""
+    def apart(self, turn: int | None) -> Packed:
+        """Returns the same update, in the same memory, separate from the gradient graph.
+
+        Args:
+            turn: The index of the buffers with the present values, which it overwrites; None if it
+                uses both buffers.
+        """
         result = copy.copy(self)
         result.joined, result.arrays = False, dict(self.arrays)
+        if turn is not None:
+            result.arrays = {i: (each[turn],) * 2 for i, each in self.arrays.items()}
+            result.variables = {
+                name: Variable((each.buffers[turn],) * 2) for name, each in self.variables.items()
+            }
         for index, role in enumerate(self.group.roles):
             if index not in self.given and index not in self.arrays:
                 gradients = self._array(role.dtype)

@@ -78,6 +78,7 @@ class Template:
         in_backward: bool = False,
     ) -> None:
         kernels, settings = sessions.kernels, sessions.settings
+        self._may_overwrite = in_place
         self.step = step
         self.sessions = sessions
         self._rules = rules
@@ -120,7 +121,7 @@ class Template:
         self.translations: dict[Packed, Translation] = {}
         if kernels == "compiled":
             self.standard = dict.fromkeys(self.unpacked, _NOT_ELEMENTWISE)
-        self.packed = [self._pack(group, in_place=in_place, small=small) for group in groups]
+        self.packed = [self._pack(group, small=small) for group in groups]
         self.joined = small and all(packed.joined for packed in self.packed)
         for translation in self.translations.values():
             compiled(translation)
@@ -131,21 +132,22 @@ class Template:
         has_names = bool(names_in(recompute))
         self.gains = not has_names and any(each.gains(step.model, None) for each in self._passes)
 
-    def _pack(self, group: Group, *, in_place: bool, small: bool) -> Packed:
+    def _pack(self, group: Group, *, small: bool) -> Packed:
         """Returns a group with its memory, and its translation if it is to be compiled now."""
-        in_place, settings = in_place and not small, self.sessions.settings
+        settings = self.sessions.settings
         translation: Translation | None = None
         early = self.in_backward and group.size >= settings.early and len(group.shapes) == 1
         if self.sessions.kernels == "compiled" and early:
             names = [name for role in group.roles if role.updated for name in role.names]
             self.standard |= dict.fromkeys(names, _IN_BACKWARD)
         elif self.sessions.kernels == "compiled":
-            translation = self._translated(group, group.next_values if in_place else ())
+            translation = self._translated(group, self._overwritten_by(group))
         packed = Packed(
             group,
             sys.maxsize if small else settings.chunk,
             self.sessions.threads,
-            in_place=in_place,
+            # A small update in the gradient graph must not overwrite anything before all has run.
+            in_place=self._may_overwrite and (not small or translation is not None),
             joined=(small or early) and translation is None,
             always_safe=translation is not None,
             passed=not small and not early and group.size >= settings.passed,
@@ -153,6 +155,10 @@ class Template:
         if translation is not None:
             self.translations[packed] = translation
         return packed
+
+    def _overwritten_by(self, group: Group) -> Collection[int]:
+        """Returns the roles that a compiled update overwrites, which no error can stop halfway."""
+        return group.next_values if self._may_overwrite else ()
 
     def _translated(self, group: Group, overwritten: Collection[int]) -> Translation | None:
         """Returns the translation of a group; records the reason if there is none."""
@@ -164,22 +170,31 @@ class Template:
             return None
 
     def compilable(self) -> dict[Packed, Translation]:
-        """Returns the translations of all updates that have one, in the memory that they have."""
+        """Returns the translations of all updates that have one.
+
+        Those that are separate from the gradients stay in the memory that they have.
+        """
         self.standard = dict.fromkeys(self.unpacked, _NOT_ELEMENTWISE)
         found: dict[Packed, Translation] = {}
         for packed in self.packed:
             if packed.joined and self.in_backward:
                 continue
-            translation = self._translated(packed.group, packed.overwritten)
+            group = packed.group
+            overwritten = self._overwritten_by(group) if packed.joined else packed.overwritten
+            translation = self._translated(group, overwritten)
             if translation is not None:
                 found[packed] = translation
         return found
 
-    def compile_updates(self) -> bool:
-        """Compiles all updates that can be, in the memory that they have.
+    def compile_updates(self, turn: int) -> bool:
+        """Compiles all updates that can be.
+
+        Args:
+            turn: The index of the buffers with the present values.
 
         Returns:
-            Whether the graphs must be made anew, because updates are no longer part of them.
+            Whether the graphs must be made anew, because updates are no longer part of them. The
+            memory of their variables may have changed as well.
 
         Raises:
             OrtopsError: See `ortops.execution.compilation.compiled`. Nothing has changed.
@@ -191,7 +206,8 @@ class Template:
         for update in self._updates:
             if (packed := update.packed) in found:
                 update.replace(CompiledUpdate(packed, found[packed], threads))
-        apart = {packed: packed.apart() for packed in found if packed.joined}
+        kept = turn if self._may_overwrite else None
+        apart = {packed: packed.apart(kept) for packed in found if packed.joined}
         self.packed = [apart.get(packed, packed) for packed in self.packed]
         self.translations |= {apart.get(packed, packed): each for packed, each in found.items()}
         self.joined = self.joined and not apart

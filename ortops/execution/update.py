@@ -50,6 +50,13 @@ class SharedUpdate(ABC):
         """
         return False
 
+    def calls(self, scalars: Sequence[Array], turn: int) -> list[Call] | None:
+        """Binds the update to memory; returns the calls of compiled code that run it.
+
+        Returns None if it needs Python, or several threads.
+        """
+        return None
+
     def bind(self, scalars: Sequence[Array], turn: int) -> Work:
         """Binds the update to memory; returns a function of feeds and gradients that runs it."""
         rows = self.packed.rows
@@ -176,11 +183,22 @@ class CompiledUpdate(SharedUpdate):
         """As in `SharedUpdate`; the compiled code is never interrupted, but its caller may be."""
         return self._threads == 1 and not self.packed.in_place
 
+    def calls(self, scalars: Sequence[Array], turn: int) -> list[Call] | None:
+        """See `SharedUpdate.calls`."""
+        if self._threads > 1 or self._by_chunk:
+            return None
+        return [self._call(0, self.packed.rows, scalars, turn)]
+
+    def _call(self, begin: int, end: int, scalars: Sequence[Array], turn: int) -> Call:
+        """Returns the call that updates a range of chunks."""
+        length = math.prod(self.packed.chunk)
+        arguments = self._arguments(slice(begin * length, end * length), scalars, turn)
+        return Call(self._function, arguments, (end - begin) * length)
+
     def _bind_rows(self, begin: int, end: int, scalars: Sequence[Array], turn: int) -> Work:
         function, length = self._function, math.prod(self.packed.chunk)
         if not self._by_chunk:
-            arguments = self._arguments(slice(begin * length, end * length), scalars, turn)
-            call = Call(function, arguments, (end - begin) * length)
+            call = self._call(begin, end, scalars, turn)
             return lambda feeds: call()
         given = [self.packed.group.roles[index].names for index in self.packed.given]
         pieces = []
@@ -232,6 +250,10 @@ class ReplaceableUpdate:
     def interruptible(self) -> bool:
         """See `SharedUpdate.interruptible`."""
         return self._update.interruptible
+
+    def calls(self, scalars: Sequence[Array], turn: int) -> list[Call] | None:
+        """See `SharedUpdate.calls`."""
+        return self._update.calls(scalars, turn)
 
     def bind(self, scalars: Sequence[Array], turn: int) -> Work:
         """Binds the update to memory, as `SharedUpdate.bind` does."""

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.execution.binding import Binding, overwriting
+from ortops.execution.compilation import Call
 from ortops.execution.in_place import order_updates, put_updates_behind_gradients
 from ortops.execution.memory import DeviceArray, Memory
 from ortops.execution.onnxruntime_sessions import inputs_here
@@ -159,6 +160,7 @@ class Variant:
                 copies.append((written[name], target))
         types = {value.name: value.dtype for value in self._graph.outputs}
         updates: list[Callable[[Mapping[str, Any]], None]] = []
+        calls: list[Call] | None = []
         scalars: dict[str, Array] = {}
         for update in self._updates:
             group = update.packed.group
@@ -171,7 +173,10 @@ class Variant:
             for index, role in enumerate(group.roles):
                 if not role.updated and index not in update.packed.given:
                     written |= zip(role.names, update.packed.views(index, turn), strict=True)
-            updates.append(update.bind([scalars[name] for name in group.scalars], turn))
+            own = [scalars[name] for name in group.scalars]
+            updates.append(update.bind(own, turn))
+            of_update = update.calls(own, turn)
+            calls = None if calls is None or of_update is None else [*calls, *of_update]
         for value in self._graph.outputs:
             if value.name == step.loss and value.dtype is not None and is_scalar(value):
                 written.setdefault(step.loss, np.zeros((), value.dtype.numpy()))
@@ -182,6 +187,7 @@ class Variant:
         binding = Binding(
             *(self._session, read, written, shown, copies, updates, interruptible, rebound, passed),
             device,
+            calls,
         )
         return overwriting(binding) if self.in_place else binding
 
