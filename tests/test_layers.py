@@ -183,7 +183,14 @@ WITHIN = {
             "rounding",
             "webgpu",
         ),
-        *("quantized_weights", "chunked_logits", "scaled_sums", "gated_sums", "__init__"),
+        *(
+            "quantized_weights",
+            "chunked_logits",
+            "scaled_sums",
+            "gated_sums",
+            "scaled_gradients",
+            "__init__",
+        ),
     ),
     "losses": (
         *("teacher", "loss", "compute", "classification", "regression"),

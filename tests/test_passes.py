@@ -178,6 +178,14 @@ def residual() -> onnx.ModelProto:
     return tape.model()
 
 
+def many_classes() -> onnx.ModelProto:
+    weights = np.random.default_rng(1).standard_normal((6, 46)).astype(np.float32)
+    with Tape(name="many") as tape:
+        h = tape.input("x", np.float32, ["batch", 6]) @ tape.initializer("first", weights[:, :6])
+        tape.output(op.Tanh(h) @ tape.initializer("second", weights[:, 6:]), "logits")
+    return tape.model()
+
+
 def tied() -> onnx.ModelProto:
     """A table that is read by token, and multiplied by in the end; tokens occur several times."""
     table = np.random.default_rng(1).standard_normal((5, 3)).astype(np.float32)
@@ -220,6 +228,7 @@ CASES = {
     "left_factors": Case(swish, {"x": (4, 6)}, "", "Flatten"),
     "transposed": layers("MatMul", "FusedMatMul"),
     "row_sums": layers("ReduceSum", "FusedMatMul"),
+    "scaled_gradients": Case(many_classes, {"x": (4, 6)}, "", "Mul"),
     "scales": attention("Mul", "FusedMatMul"),
     "transposes": attention("Transpose", "FusedMatMul"),
     "cross_entropy": layers("SoftmaxCrossEntropyLoss", "LogSoftmax"),

@@ -29,6 +29,7 @@ from ortops.passes.rectified import RECTIFIED
 from ortops.passes.recurrent import RECURRENT
 from ortops.passes.rms_normalization import RMS_NORMALIZATION
 from ortops.passes.rounding import ROUNDING
+from ortops.passes.scaled_gradients import SCALED_GRADIENTS
 from ortops.passes.scattered_sums import SCATTERED_SUMS
 from ortops.passes.swish import SWISH
 from ortops.passes.transposed import TRANSPOSED
@@ -47,7 +48,8 @@ PASSES: tuple[Pass, ...] = (
     QUANTIZED_WEIGHTS,
     CHUNKED_LOGITS,  # after QUANTIZED_WEIGHTS, because it differentiates products by its rules
     LEFT_FACTORS,  # finished after all passes that move transposes into products
-    TRANSPOSED,  # finished after the next three, because it rewrites the products that they emit
+    TRANSPOSED,  # finished after the next four, because it rewrites the products that they emit
+    SCALED_GRADIENTS,  # finished after the next two, because it reads the products that they emit
     ROW_SUMS,
     SCALES,  # finished after TRANSPOSES, because it also scales products with transposed factors
     TRANSPOSES,
