@@ -173,6 +173,7 @@ WITHIN = {
             "swish",
             "rms_normalization",
             "scattered_sums",
+            "attention",
         ),
         *(
             "max_pool",

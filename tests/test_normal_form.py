@@ -112,6 +112,68 @@ def test_a_dropout_that_drops_stays() -> None:
     assert losses[0] != plain[0]
 
 
+# ------------------------------------------------------------------------------------------ masks
+
+MASKS: dict[str, tuple[str, int, int]] = {
+    # for each: nodes that compute s from the scores x, the columns that are masked, the Adds left
+    "all": ("k = GreaterOrEqual(index, i0) e = Expand(k, size) m = Where(e, zero, low)", 0, 0),
+    "none": ("k = Less(index, i0) e = Expand(k, size) m = Where(e, low, zero)", 0, 0),
+    "some": ("k = GreaterOrEqual(index, i1) e = Expand(k, size) m = Where(e, zero, low)", 1, 1),
+    "fed": ("k = GreaterOrEqual(x, low) m = Where(k, zero, low)", 0, 1),
+    "constant": ("m = Identity(zeros)", 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("ending", ["s = Add(x, m)", "s = Add(m, x)"])
+def test_masks(name: str, ending: str) -> None:
+    """A mask of zeros that is known before the step is not added to scores."""
+    body, masked, adds = MASKS[name]
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+    g (float[batch, 6] x) => (float[batch, 6] y)
+    <int64 i0 = {{0}}, int64 i1 = {{1}}, int64 i6 = {{6}}, float zero = {{0.0}},
+     float[6] zeros = {{0.0, 0.0, 0.0, 0.0, 0.0, 0.0}}, float low = {{-1e30}}>
+    {{ size = Shape(x) index = Range(i0, i6, i1) {body} {ending} y = Softmax(s) }}""")
+    made = lowered(model, NORMAL_FORM)
+    assert counts(made, "Add") == (adds,)
+    x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
+    e = np.exp(x.astype(np.float64)) * (np.arange(6) >= masked)
+    np.testing.assert_allclose(run(made, {"x": x})[0], e / e.sum(1, keepdims=True), rtol=1e-5)
+
+
+@pytest.mark.parametrize("other", ["y = Add(z, s)", "y = Mul(s, s)"])
+def test_masks_that_others_read(other: str) -> None:
+    """-0 + 0 is 0, so only a Softmax may read the scores instead."""
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+    g (float[batch, 6] x) => (float[batch, 6] y, float[batch, 6] z)
+    {{ size = Shape(x) m = ConstantOfShape(size) s = Add(x, m) z = Softmax(s) {other} }}""")
+    made = lowered(model, NORMAL_FORM)
+    assert counts(made, "Add")[0] == 1 + other.count("Add")
+
+
+def test_a_variable_of_zeros() -> None:
+    """It is not a mask, and is trained."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+    g (float[batch, 2] x) => (float[batch, 2] y) <float[2] bias = {0.0, 0.0}>
+    { s = Add(x, bias) y = Softmax(s) }""")
+    trainable = build_training_model(
+        model, loss="MeanSquaredError", optimizer=SGD(1.0), trainable=["bias"]
+    )
+    session = TrainingSession(trainable)
+    x, targets = np.zeros((1, 2), np.float32), np.array([[1, 0]], np.float32)
+    session.step({"x": x, "targets": targets})
+    np.testing.assert_allclose(session.parameters["bias"], [0.25, -0.25], rtol=1e-6)
+
+
+def test_a_mask_that_broadcasts() -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+    g (float[1, 6] x) => (float[3, 6] y)
+    <int64[2] size = {3, 6}>
+    { m = ConstantOfShape(size) s = Add(x, m) y = Softmax(s) }""")
+    made = lowered(model, NORMAL_FORM)
+    assert run(made, {"x": np.zeros((1, 6), np.float32)})[0].shape == (3, 6)
+
+
 # ------------------------------------------------------------------------------- parts of an axis
 
 

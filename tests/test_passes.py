@@ -231,6 +231,7 @@ CASES = {
     "scaled_gradients": Case(many_classes, {"x": (4, 6)}, "", "Mul"),
     "scales": attention("Mul", "FusedMatMul"),
     "transposes": attention("Transpose", "FusedMatMul"),
+    "attention": attention("", "Transpose"),  # of the sums of rows
     "cross_entropy": layers("SoftmaxCrossEntropyLoss", "LogSoftmax"),
     "scattered_sums": Case(tied, {"x": (4, 6)}, "ConstantOfShape", ""),
     "max_pool": Case(pooling, {"x": (4, 4, 6, 6)}, "", "Equal"),

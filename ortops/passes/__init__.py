@@ -12,6 +12,7 @@ that a user wants to keep; `scaled_sums` works on the formula of an update inste
 
 from __future__ import annotations
 
+from ortops.passes.attention import ATTENTION
 from ortops.passes.blocked import BLOCKED
 from ortops.passes.chunked_logits import CHUNKED_LOGITS
 from ortops.passes.computed_sizes import COMPUTED_SIZES
@@ -53,6 +54,7 @@ PASSES: tuple[Pass, ...] = (
     ROW_SUMS,
     SCALES,  # finished after TRANSPOSES, because it also scales products with transposed factors
     TRANSPOSES,
+    ATTENTION,  # finished before the passes above, which change products and transposes
     CROSS_ENTROPY,
     SCATTERED_SUMS,
     MAX_POOL,

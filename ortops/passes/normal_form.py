@@ -173,6 +173,39 @@ def _span_of_index(node: ir.Node) -> tuple[int, int, int] | None:
     return axis, place % size, place % size + 1
 
 
+@pattern("Add")
+def _empty_mask(node: ir.Node, tape: Tape) -> Result:
+    """Softmax(x + mask) is Softmax(x) if the mask is 0, as that of a model without padding.
+
+    Elsewhere, the sum stays: it makes 0 of -0.
+    """
+    y = node.outputs[0]
+    if y.is_graph_output() or not all(user.op_type == "Softmax" for user, _ in y.uses()):
+        return None
+    if None in (tape.tensor(y).shape or [None]):
+        return None
+    for x, mask in (node.inputs, node.inputs[::-1]):
+        if x is not None and x.shape == y.shape and mask is not None and _number(mask) == 0:
+            return tape.tensor(x)
+    return None
+
+
+def _number(value: ir.Value) -> float | None:
+    """Returns the number that all elements of a tensor are, if nodes compute it from constants."""
+    tensor = None if _is_named(value) else constant_tensor(value)
+    if tensor is not None:
+        array = tensor.numpy()
+        return float(array.flat[0]) if array.size and (array == array.flat[0]).all() else None
+    node = producer_of(value, "Expand", "Where")
+    if node is None or node.inputs[0] is None:
+        return None
+    found = _number(node.inputs[0])
+    if node.op_type == "Expand" or found is None:
+        return found
+    chosen = node.inputs[1 if found else 2]
+    return None if chosen is None else _number(chosen)
+
+
 @pattern("SoftmaxCrossEntropyLoss")
 def _loss_of_rows(node: ir.Node, tape: Tape) -> Result:
     """The cross-entropy of scores (N, C, d1, …) is that of rows (N·d1·…, C).
@@ -215,8 +248,9 @@ class _NormalForm(Pass):
         """Rewrites the graph, except for operators with a rule of the user."""
         rewrite(draft.graph, draft.names, *(_unless_bound(each, draft) for each in PATTERNS))
         fold(draft.graph)
-        # Only now are the bounds of Slices constants, and sequences written as Slices.
+        # Only now are bounds of Slices and masks constants, and sequences written as Slices.
         later = [_unless_bound(_loss_of_rows, draft, may_be_y=True)]
+        later.append(_unless_bound(_empty_mask, draft))
         if draft.is_free(ir.Node("", "Split", [])):
             later.append(_unless_bound(_part, draft))
         rewrite(draft.graph, draft.names, *later)
