@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from running import run_by_name
 
 import ortops
 from ortops import Tape, Tensor, TrainingSession, build_training_model, op
 from ortops.autodiff.registry import USER
 from ortops.execution.settings import Settings
-from tests.spies import Spy
+from ortops.passes.gelu import GELU
+from tests.spies import Spy, lowered
 
 HALF, ROOT = math.sqrt(0.5), math.sqrt(2 / math.pi)
 
@@ -174,3 +177,60 @@ def test_rules_of_the_user_go_before_it(op_type: str, monkeypatch: pytest.Monkey
     ortops.vjp(op_type)(lambda g, y, x: g * 0.0)
     operators, _ = trained(model(FORMS["erf of a product"][0]))
     assert operators["Gelu"] == 0
+
+
+# ------------------------------------------------------------------------- gradient by the output
+
+
+def tanh_slope(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns the derivative of the tanh form in float64."""
+    x = np.clip(x.astype(np.float64), -12, 12)  # beyond it, it is 0 or 1
+    t = np.tanh(ROOT * (x + 0.044715 * x**3))
+    return (1 + t) / 2 + x * (1 - t * t) / 2 * ROOT * (1 + 3 * 0.044715 * x * x)
+
+
+def behind_gelu(*, read: bool) -> onnx.ModelProto:
+    """A model with the gradient by x, which other gradients read the output of Gelu for or not."""
+    domain, names = "ai.onnx.preview.training", ["x", "w"] if read else ["x"]
+    shapes = {"x": ["batch", 1], "w": [1, 1]}
+    with Tape(name="behind") as tape:
+        x, w = (tape.input(name, np.float32, shape) for name, shape in shapes.items())
+        y = op.Gelu(x * 1.0, approximate="tanh")
+        tape.output(op.ReduceSum(op.Reshape(y, [-1, 1]) @ w, keepdims=0), "total")
+    model = tape.model()
+    outputs = [f"d_{name}" for name in names]
+    model.graph.node.append(
+        onnx.helper.make_node("Gradient", names, outputs, domain=domain, xs=names, y="total")
+    )
+    model.graph.output.extend(
+        onnx.helper.make_tensor_value_info(f"d_{name}", 1, shapes[name]) for name in names
+    )
+    model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+    return model
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_gradient_by_the_output(read: bool) -> None:
+    made = lowered(behind_gelu(read=read), GELU)
+    operators = Counter(node.op_type for node in made.graph.node)
+    assert (operators["Sigmoid"], operators["Tanh"]) == ((1, 0) if read else (0, 1))
+    small = np.geomspace(1e-30, 12, 2000)
+    x = np.concatenate([np.linspace(-12, 12, 20001), small, -small, [0.0, 1e30, -1e30, 50, -50]])
+    feeds = {"x": x.astype(np.float32)[:, None], "w": np.ones((1, 1), np.float32)}
+    found = run_by_name(made, feeds)["d_x"]
+    np.testing.assert_allclose(found, tanh_slope(feeds["x"]), rtol=0, atol=1e-5)
+
+
+def test_gradient_of_higher_order_is_that_of_the_rule() -> None:
+    with Tape(name="second") as tape:
+        x = tape.input("x", np.float32, [9, 1])
+        w = tape.input("w", np.float32, [1, 1])
+        total = op.ReduceSum(op.Gelu(x, approximate="tanh") @ w, keepdims=0)
+        (slope, _) = ortops.grad(total, [x, w])
+        tape.output(ortops.grad(op.ReduceSum(slope, keepdims=0), [x])[0], "second")
+    made = lowered(tape.model(), GELU)
+    assert "Sigmoid" not in {node.op_type for node in made.graph.node}
+    at = np.linspace(-3, 3, 9)
+    wanted = (tanh_slope(at + 1e-5) - tanh_slope(at - 1e-5)) / 2e-5
+    feeds = {"x": at.astype(np.float32)[:, None], "w": np.ones((1, 1), np.float32)}
+    np.testing.assert_allclose(run_by_name(made, feeds)["second"][:, 0], wanted, atol=1e-4)
