@@ -23,10 +23,12 @@ from benchmarks.task import THREADS
 
 if TYPE_CHECKING:
     import onnx
+    import onnxruntime
 
     from benchmarks.profiling import Node
+    from ortops.execution.settings import Settings
 
-__all__ = ["CACHED", "Ideal", "Part", "ideal", "is_product", "traffic"]
+__all__ = ["CACHED", "Ideal", "Part", "ideal", "is_product", "session_options", "traffic"]
 
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "FusedGemm", "FusedMatMul", "Gemm", "MatMul"})
 
@@ -264,6 +266,17 @@ def _product(
     return _runner(alone, {k: v for k, v in feeds.items() if k not in fixed}, ["y"])
 
 
+def session_options(settings: Settings) -> onnxruntime.SessionOptions:
+    """Returns the options that ortops uses by default, which leaves given ones unchanged."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = THREADS
+    options.enable_mem_pattern = False
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(settings.spin))
+    return options
+
+
 def _runner(
     model: onnx.ModelProto, feeds: Mapping[str, Any], outputs: Sequence[str]
 ) -> Callable[[], object]:
@@ -272,9 +285,7 @@ def _runner(
 
     from ortops.execution.settings import Settings
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = THREADS
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(Settings().spin))
+    options = session_options(Settings())
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ideal import Ideal, traffic
+from benchmarks.ideal import Ideal, ideal, session_options, traffic
 from benchmarks.measure import worker
 from benchmarks.peers import COMPILED, LOWERED, PEERS, Step
 from benchmarks.works import WORKS, write
@@ -88,23 +88,16 @@ def profile(
     import onnx
     import onnxruntime
 
-    from benchmarks.ideal import ideal
     from benchmarks.peers.with_ortops import make
-    from benchmarks.task import THREADS, Task
+    from benchmarks.task import Task
     from ortops.execution.settings import Settings
 
     numbers, create = count(), onnxruntime.InferenceSession.__init__
     task = Task.read(folder)
 
     def create_step() -> Step:
-        sess_options = onnxruntime.SessionOptions()
-        sess_options.intra_op_num_threads = THREADS
         settings = Settings().without(*without)
-        # Given options are used unchanged, so they must have what the default ones have.
-        sess_options.enable_mem_pattern = False
-        sess_options.add_session_config_entry(
-            "session.intra_op.spin_duration_us", str(settings.spin)
-        )
+        sess_options = session_options(settings)
         options = PEERS[peer].options
         return make(task, optimizer, **options, sess_options=sess_options, settings=settings)
 

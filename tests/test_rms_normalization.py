@@ -120,7 +120,10 @@ def test_nothing_else_does(name: str) -> None:
 @pytest.mark.parametrize("epsilon", [1e-12, 1e-6])
 def test_large_and_small_rows(size: float, epsilon: float) -> None:
     shapes = {"x": (2, 5, 64), "w": (64,)}
-    build = lambda x, w: w * (x / op.Sqrt(mean(x) + epsilon))  # noqa: E731
+
+    def build(x: Tensor, w: Tensor) -> Tensor:
+        return w * (x / op.Sqrt(mean(x) + epsilon))
+
     model, feeds = with_gradients(build, shapes)
     feeds["x"] = (feeds["x"] * size).astype(np.float32)
     found = run_by_name(lowered(model, GATED_SUMS, RMS_NORMALIZATION), feeds)

@@ -73,7 +73,8 @@ def _compiled(binding: Any, translation: Translation) -> Function:
     engine.finalize_object()
     address = engine.get_function_address(translation.name)
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(address)
-    function.engine = engine  # type: ignore[attr-defined]  # which it keeps alive
+    # The function keeps the engine alive; its attributes are not declared.
+    function.engine = engine  # type: ignore[attr-defined]
     return function
 
 

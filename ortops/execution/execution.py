@@ -481,6 +481,7 @@ class Execution:
             note(shown)
 
         position = tuple(new_turns), made + 1
+        commit = functools.partial(setattr, self._shared, "position", position)
 
         def finish() -> None:
             try:
@@ -489,14 +490,13 @@ class Execution:
                 if self._in_place:
                     self._shared.failed = _HALFWAY.format(error)
                 raise
-            self._shared.position = position
+            commit()
 
-        if part.update_and(functools.partial(setattr, self._shared, "position", position)):
-            pass
-        elif part.interruptible:  # the step wrote only to buffers that nobody reads yet
-            finish()
-        else:
-            self._changes.change(finish)
+        if not part.update_and(commit):
+            if part.interruptible:  # the step wrote only to buffers that nobody reads yet
+                finish()
+            else:
+                self._changes.change(finish)
         self._shared.steps += 1
         self._shared.seconds += time.perf_counter() - begin
         return shown

@@ -11,6 +11,7 @@ from ortops.graph.tensor import Tape, Tensor, op
 
 __all__ = [
     "ELEMENTWISE",
+    "MOVES",
     "RANDOM",
     "all_nodes",
     "ancestor_nodes",
@@ -24,6 +25,7 @@ __all__ = [
     "is_float",
     "mapped_tensor",
     "merge_equal_nodes",
+    "node_after",
     "nodes_between",
     "producer_of",
     "prune",
@@ -46,6 +48,9 @@ ELEMENTWISE = frozenset(
     }
 )
 """Operators that compute each element of their output from the same element of their inputs."""
+
+MOVES = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+"""Operators that only move the elements of their first input."""
 
 RANDOM = ("Bernoulli", "Dropout", "Multinomial", "Random")
 """Substrings of the names of random operators."""
@@ -87,6 +92,17 @@ def mapped_tensor(value: ir.Value) -> ir.Value | None:
 def is_float(value: ir.Value) -> bool:
     """Whether a value is floating-point or of unknown type."""
     return value.dtype is None or value.dtype.is_floating_point()
+
+
+def node_after(node: ir.Node) -> ir.Node | None:
+    """Returns the next node in the graph, or None."""
+    graph = node.graph
+    assert graph is not None
+    following = iter(graph)
+    for other in following:
+        if other is node:
+            return next(following, None)
+    return None
 
 
 def has_one_reader(value: ir.Value) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import attribute_values, inner_graphs, is_float, producer_of
+from ortops.graph.edit import MOVES, attribute_values, inner_graphs, is_float, producer_of
 from ortops.graph.tensor import constant_tensor
 from ortops.numbers import Array
 
@@ -25,7 +25,6 @@ _ML = "ai.onnx.ml"
 _MICROSOFT = "com.microsoft"
 
 _KEEPING = frozenset({"Cast", "Identity"})
-_MOVING = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 _CHOOSING = frozenset({"Gather", "Slice", "Split"})
 _SHRINKING = frozenset({"Max", "Min", "Mul"})
 _BOUNDED = frozenset(
@@ -333,7 +332,7 @@ def _are_as_many(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _passes_on(node: ir.Node) -> bool:
-    if node.domain or node.op_type not in _KEEPING | _MOVING | _CHOOSING:
+    if node.domain or node.op_type not in _KEEPING | MOVES | _CHOOSING:
         return False
     source = node.inputs[0]
     return source is not None and is_float(source)
@@ -618,7 +617,7 @@ def _input_of(node: ir.Node | None) -> ir.Value | None:
 
 def _source(value: ir.Value | None) -> ir.Value | None:
     """Returns the value before nodes that only move elements."""
-    while (node := producer_of(value, *_MOVING)) is not None:
+    while (node := producer_of(value, *MOVES)) is not None:
         value = node.inputs[0]
     return value
 

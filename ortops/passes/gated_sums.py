@@ -15,7 +15,7 @@ from ortops.graph.edit import has_one_reader, producer_of
 from ortops.graph.shapes import is_unknown
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.passes.rewrite import PatternPass, Result, pattern
-from ortops.passes.scaled_sums import GATED_DOMAIN, has_gated_add
+from ortops.passes.scaled_sums import GATED_DOMAIN, gated_add, has_gated_add
 
 __all__ = ["GATED_SUMS"]
 
@@ -104,13 +104,7 @@ def _emit(total: _Sum, tape: Tape) -> Tensor:
         x, gate = gated.pop()
         result = op.Mul(x, gate)
     for x, gate in gated:
-        inputs = [result.value, x.value, gate.value]
-        fused = ir.Node(GATED_DOMAIN, "GatedAdd", inputs, num_outputs=1)
-        fused.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-        fused.outputs[0].shape = total.shape.copy()
-        tape.append(fused)
-        tape.graph.opset_imports.setdefault(GATED_DOMAIN, 1)
-        result = tape.tensor(fused.outputs[0])
+        result = gated_add(x, gate, result)
     for column in total.columns:
         result = result + tape.tensor(column)
     return result

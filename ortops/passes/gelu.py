@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from ortops.autodiff.registry import Cotangents, Table
 from ortops.autodiff.rules.elementwise import gelu
-from ortops.graph.edit import has_one_reader, producer_of
+from ortops.graph.edit import MOVES, has_one_reader, producer_of
 from ortops.graph.tensor import Tape, Tensor, constant_number, op
 from ortops.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.passes.rewrite import Result, pattern, rewrite
@@ -29,9 +29,6 @@ PRIVATE = "ortops.gelu"
 
 _LARGE = 6.0  # beyond it, the derivative is 0 or 1 up to 1e-9
 _MOST = 1 + _CUBIC * _LARGE**2
-
-_MOVES = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators that only move the elements of their first input."""
 
 Product: TypeAlias = tuple[float, Counter[ir.Value]]
 """A constant factor, and the exponent of each value."""
@@ -104,7 +101,7 @@ def _is_kept(y: ir.Value) -> bool:
         for user, index in pending.pop().uses():
             if user.op_type in ("FusedMatMul", "Gemm", "MatMul"):
                 products += 1
-            elif user.op_type in _MOVES and not user.domain and index == 0:
+            elif user.op_type in MOVES and not user.domain and index == 0:
                 pending.append(user.outputs[0])
     return products > 1
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import has_one_reader
+from ortops.graph.edit import MOVES, has_one_reader
 from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
 from ortops.passes.draft import ANYWHERE, ONNXRUNTIME
 from ortops.passes.rewrite import PatternPass, Result, pattern
@@ -28,9 +28,6 @@ __all__ = [
 ]
 
 FUSED_DOMAIN = "com.microsoft"
-
-_MOVES = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators that only move the elements of their first input."""
 
 
 # ------------------------------------------------------------------------------------- transposes
@@ -263,7 +260,7 @@ def _products_after(value: ir.Value) -> list[ir.Node]:
         for user, index in current.uses():
             if _scales(user):
                 found.append(user)
-            elif user.op_type in _MOVES and not user.domain and index == 0:
+            elif user.op_type in MOVES and not user.domain and index == 0:
                 pending.append(user.outputs[0])
             elif user.op_type != "Shape":
                 return []
@@ -276,7 +273,7 @@ def _products_before(value: ir.Value | None) -> list[ir.Node]:
         node = value.producer()
         if node is not None and _scales(node):
             return [node]
-        if node is None or node.domain or node.op_type not in _MOVES:
+        if node is None or node.domain or node.op_type not in MOVES:
             return []
         value = node.inputs[0]
     return []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from ortops.graph.edit import node_after
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.passes.draft import ONNXRUNTIME
 from ortops.passes.products import FUSED_DOMAIN, transpose_flags
@@ -124,7 +125,7 @@ def _apply(place: _Place, op_type: str, factor: Tensor, tape: Tape) -> None:
     else:
         y = product.outputs[0]
         users = list(y.uses())
-        tape.before = _next(product)
+        tape.before = node_after(product)
         scaled = emit(tape.tensor(y), _shaped(factor, place.shape))
         for user, index in users:
             user.replace_input_with(index, scaled.value)
@@ -134,15 +135,6 @@ def _apply(place: _Place, op_type: str, factor: Tensor, tape: Tape) -> None:
 def _shaped(factor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Returns a number as it is, and a column in another shape."""
     return factor if factor.shape == () or shape == (-1, 1) else op.Reshape(factor, list(shape))
-
-
-def _next(node: ir.Node) -> ir.Node | None:
-    """Returns the node after another one in its graph."""
-    graph = node.graph
-    assert graph is not None
-    nodes = iter(graph)
-    next(each for each in nodes if each is node)
-    return next(nodes, None)
 
 
 SCALED_GRADIENTS = PatternPass("scaled_gradients", _scaled, serves=ONNXRUNTIME)

@@ -27,6 +27,7 @@ __all__ = [
     "adds_to_zero",
     "arranged",
     "expand",
+    "gated_add",
     "has_gated_add",
     "has_kernel",
     "insert",
@@ -66,7 +67,7 @@ def has_gated_add() -> bool:
     """Returns whether onnxruntime has GatedAdd."""
     with Tape(name="probe") as tape:
         x = tape.input("x", np.float32, arranged(MULTIPLE))
-        tape.output(_gated_add(x, tape.input("gate", np.float32, [*arranged(MULTIPLE)[:3], 1]), x))
+        tape.output(gated_add(x, tape.input("gate", np.float32, [*arranged(MULTIPLE)[:3], 1]), x))
     model = tape.model().SerializeToString()
     try:
         onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
@@ -166,12 +167,13 @@ def _kernel(node: ir.Node, tape: Tape) -> Result:
     known = None if constant is None else tape.constant(signs * constant.numpy())
     weights = op.Mul(signs, factor) if known is None else known
     if not blocked:
-        return _gated_add(x, weights, y)
+        return gated_add(x, weights, y)
     tape.graph.opset_imports[KERNEL_DOMAIN] = 1
     return convolve(x, weights, sizes(y), kernel=(1, 1), add=y, group=_CHANNELS)
 
 
-def _gated_add(x: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-    """Returns y + weights · x, with a weight for each row of x."""
+def gated_add(x: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Returns y + weights · x, with a weight for each row of x, which has the shape of y."""
     y.tape.graph.opset_imports[GATED_DOMAIN] = 1
-    return emit_one(GATED_DOMAIN, "GatedAdd", [y, x, weights], sizes(y))
+    assert x.value.shape is not None
+    return emit_one(GATED_DOMAIN, "GatedAdd", [y, x, weights], x.value.shape)

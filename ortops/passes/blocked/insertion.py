@@ -9,6 +9,7 @@ from ortops.autodiff.rules import convolution
 from ortops.graph.edit import (
     attribute_values,
     has_one_reader,
+    node_after,
     producer_of,
     remove_unread,
     replace_value,
@@ -66,7 +67,7 @@ class _Insertion:
             if value.uses() or value.is_graph_output():
                 producer = twin.value.producer()
                 assert producer is not None
-                self.tape.before = _next(producer)  # before all consumers
+                self.tape.before = node_after(producer)  # before all consumers
                 plain = rules.leave(twin, self.size, sizes(self.tape.tensor(value))[1])
                 replace_value(self.tape, value, plain)
         remove_unread(list(graph))
@@ -285,17 +286,6 @@ def _original(value: ir.Value) -> ir.Value:
     copy = producer_of(value, "Sum")
     source = None if copy is None or len(copy.inputs) > 1 else copy.inputs[0]
     return value if source is None else source
-
-
-def _next(node: ir.Node) -> ir.Node | None:
-    """Returns the next node in the graph, or None."""
-    graph = node.graph
-    assert graph is not None
-    following = iter(graph)
-    for other in following:
-        if other is node:
-            return next(following, None)
-    return None
 
 
 def _is_suitable(node: ir.Node) -> bool:

@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -89,7 +89,7 @@ def emit(
     domain: str,
     op_type: str,
     inputs: Sequence[Tensor | None],
-    shapes: Sequence[Sequence[int]],
+    shapes: Sequence[Iterable[int | ir.SymbolicDim]],
     **attributes: Any,
 ) -> tuple[Tensor, ...]:
     """Appends a float32 node with known output shapes, without shape inference.
@@ -132,7 +132,7 @@ def emit_one(
     domain: str,
     op_type: str,
     inputs: Sequence[Tensor | None],
-    shape: Sequence[int],
+    shape: Iterable[int | ir.SymbolicDim],
     **attributes: Any,
 ) -> Tensor:
     """Appends such a node with one output; see `emit`."""
