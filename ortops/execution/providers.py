@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import io
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,9 +14,9 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from ortops.errors import ArgumentError, UnsupportedError, did_you_mean
+from ortops.errors import ArgumentError, OrtopsError, UnsupportedError, did_you_mean
 
-__all__ = ["CPU", "WEBGPU", "Provider", "check_float16", "choose_providers"]
+__all__ = ["CPU", "WEBGPU", "Provider", "check_float16", "choose_providers", "why_unusable"]
 
 Provider: TypeAlias = tuple[str, dict[str, str]]
 """The name of a provider and its options, as onnxruntime takes them."""
@@ -25,6 +26,8 @@ CPU = "CPUExecutionProvider"
 WEBGPU = "WebGpuExecutionProvider"
 
 _ALIASES = {"webgpu": WEBGPU}
+
+_CUDA = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 
 _PLUGINS = {WEBGPU: "onnxruntime_ep_webgpu"}
 """Providers that a Python package brings as a plugin, and the package."""
@@ -101,6 +104,24 @@ def choose_providers(
     return usable
 
 
+def why_unusable(provider: Any) -> str:
+    """Returns why a provider cannot be used on this machine; "" if it can.
+
+    A provider can be used if a session that is made with it lists it first.
+
+    Args:
+        provider: See `choose_providers`.
+
+    Example:
+        >>> why_unusable("CPUExecutionProvider")
+        ''
+    """
+    try:
+        return _why_unusable(*_normalized(provider))
+    except OrtopsError as error:
+        return str(error)
+
+
 def _normalized(provider: Any) -> Provider:
     """Returns the full name of a known provider, and its options.
 
@@ -164,9 +185,20 @@ def _why_unusable(name: str, settings: dict[str, str]) -> str:
     """Returns why a provider cannot be used on this machine; "" if it can."""
     if name == CPU:
         return ""
+    if name in _CUDA:
+        _load_cuda()
     if name not in onnxruntime.get_available_providers() and (why := _register(name)):
         return why
     return _why_it_fails(name, settings)
+
+
+@functools.cache
+def _load_cuda() -> None:
+    """Loads CUDA and cuDNN from NVIDIA's packages, where the linker does not look."""
+    if hasattr(onnxruntime, "preload_dlls"):
+        # It prints what it does not find; the session that is tried next says what is missing.
+        with contextlib.redirect_stdout(io.StringIO()):
+            onnxruntime.preload_dlls()
 
 
 def _register(name: str) -> str:
@@ -198,7 +230,7 @@ def _why_it_fails(name: str, settings: dict[str, str]) -> str:
         session = _probe("y = Identity (x)", name, settings)
     except Exception as error:  # as above
         return f"'{name}' does not work on this machine ({_first_line(error)})"
-    if name not in session.get_providers():
+    if session.get_providers()[0] != name:
         return f"'{name}' does not work on this machine; onnxruntime has replaced it"
     return ""
 
