@@ -14,9 +14,11 @@ import onnxruntime
 import pytest
 
 import ortops
+from models import llama
 from models.lenet import lenet
 from models.resnet import resnet
 from ortops import TrainingSession, build_training_model, optimizers
+from ortops.cli import main
 from ortops.errors import ArgumentError, UnsupportedError
 from ortops.execution import binding, memory, onnxruntime_sessions
 from ortops.execution.memory import Device, DeviceArray, device_of, fetch, put
@@ -25,6 +27,7 @@ from ortops.execution.overwriting import copy_last
 from ortops.execution.providers import choose_providers
 from ortops.execution.settings import Settings
 from ortops.inference import InferenceSession
+from ortops.llm import FineTuning
 from tests.training_models import assert_same_arrays, classifier, labelled
 
 AZURE = ["AzureExecutionProvider", "CPUExecutionProvider"]
@@ -526,3 +529,31 @@ def test_fit_on_a_device_with_memory_of_its_own(settings: Settings | None, tmp_p
 def test_options_with_which_steps_could_be_wrong(option: str) -> None:
     with pytest.raises(UnsupportedError, match=f"the option '{option}' is not supported: "):
         choose_providers([("webgpu", {option: 1})])
+
+
+def test_a_language_model_is_tuned_on_a_provider(tmp_path: Path) -> None:
+    rows = [{"input_ids": [65, 66, 67, 68, 256]}]
+    base = llama.write(tmp_path / "base")
+    found = []
+    for providers in (None, AZURE):
+        tuning = FineTuning(base, 4, 4, learning_rate=0.03, providers=providers)
+        found.append(tuning.fit(rows, epochs=2, progress=False)[-1]["loss"])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    assert dict(tuning.session.providers).keys() == set(AZURE)
+    tuning.save(tmp_path / "tuned")
+    again = FineTuning.load(tmp_path / "tuned", providers=AZURE)
+    assert dict(again.session.providers).keys() == set(AZURE)
+    with pytest.raises(ArgumentError, match="there is no provider 'NoExecutionProvider'"):
+        FineTuning(base, providers=["NoExecutionProvider"])
+
+
+def test_the_command_line_tunes_on_a_provider(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"input_ids": [65, 66, 67, 68, 256]}\n')
+    arguments = ["tune", str(llama.write(tmp_path / "base")), str(data)]
+    arguments += ["--save", str(tmp_path / "tuned"), "--providers"]
+    assert main([*arguments, "NoExecutionProvider"]) != 0
+    assert "there is no provider 'NoExecutionProvider'" in capsys.readouterr().err
+    assert main([*arguments, *AZURE]) == 0

@@ -532,6 +532,7 @@ def _add_tune(command: _Command) -> None:
     )
     about = "another file, or a fraction such as 0.1 of the rows, to evaluate after each epoch"
     add("--validation", metavar="DATA", help=about)
+    _add_providers(parser)
     add("--group-by-length", action="store_true", help="make batches of rows of similar length")
     about = "join rows to rows of at most --max-length tokens, if the model keeps them apart"
     add("--packing", action="store_true", help=about)

@@ -40,7 +40,7 @@ def tune(options: argparse.Namespace) -> int:
                 "as the number of steps is not known before"
             )
     if resumes:
-        tuning = FineTuning.load(folder)
+        tuning = FineTuning.load(folder, providers=options.providers)
     elif continues:
         for name in ("rank", "alpha", "dropout", "targets", "loss"):
             if getattr(options, name) is not None:
@@ -48,7 +48,7 @@ def tune(options: argparse.Namespace) -> int:
                     f"--{name}: '{folder}' already has an adapter; omit --{name}, or start "
                     "from the original folder"
                 )
-        tuning = FineTuning.load(folder)
+        tuning = FineTuning.load(folder, providers=options.providers)
         if rate is not None:
             if not isinstance(rate, int | float):
                 raise OrtopsError(
@@ -65,6 +65,7 @@ def tune(options: argparse.Namespace) -> int:
             2e-4 if rate is None else rate,
             loss=options.loss,
             dropout=options.dropout or 0.0,
+            providers=options.providers,
         )
     if options.show:
         limit = options.max_length or 512

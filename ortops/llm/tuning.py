@@ -86,6 +86,8 @@ class FineTuning:
         rank_pattern: Ranks of particular layers, as for `ortops.lora.add`.
         alpha_pattern: Alphas of particular layers, likewise.
         seed: The seed of the adapter's random initial values.
+        providers: Where to train, as for `ortops.TrainingSession`; by default, on the CPU, where
+            `generate` always runs.
 
     Attributes:
         session: The `ortops.TrainingSession`.
@@ -130,6 +132,7 @@ class FineTuning:
         rank_pattern: Mapping[str, int] | None = None,
         alpha_pattern: Mapping[str, float] | None = None,
         seed: int = 0,
+        providers: Sequence[Any] | None = None,
     ) -> None:
         folder = open_folder(folder_or_file)
         files = several_files(folder)
@@ -137,7 +140,7 @@ class FineTuning:
         model = _adapted(folder, files, rank, alpha, targets, adapter, settings)
         refuse_experts(model.proto)
         trainable = _trainable(model, folder, learning_rate, loss, files)
-        self._start(folder, trainable, files=files, recompute=recompute)
+        self._start(folder, trainable, files=files, recompute=recompute, providers=providers)
         if adapter is not None:  # without an active adapter, the saved model is the base
             self._writer.initial = {n: np.zeros_like(a) for n, a in self._writer.initial.items()}
 
@@ -149,13 +152,14 @@ class FineTuning:
         *,
         files: SeveralFiles | None = None,
         recompute: Checkpoint | None,
+        providers: Sequence[Any] | None,
     ) -> None:
         self._folder = folder
         self._has_encoder = files is not None and files.has_encoder
         self._tokenizer: Tokenizer | None = None
         self._compares = _loss_name(model) == "DPO"
         # Without its outputs: the logits and the cache take much memory.
-        self.session = TrainingSession(model, recompute=recompute, outputs=[])
+        self.session = TrainingSession(model, providers=providers, recompute=recompute, outputs=[])
         names, known = _adapter_names(model), initial or _adapter_values(model)
         self._writer = FolderWriter(
             self.session, folder, files, names, known, is_loaded=initial is not None
@@ -473,7 +477,11 @@ class FineTuning:
 
     @classmethod
     def load(
-        cls, folder: str | os.PathLike[str], recompute: Checkpoint | None = None
+        cls,
+        folder: str | os.PathLike[str],
+        recompute: Checkpoint | None = None,
+        *,
+        providers: Sequence[Any] | None = None,
     ) -> FineTuning:
         """Reads a folder that `save` wrote, to continue the training.
 
@@ -483,9 +491,10 @@ class FineTuning:
         Args:
             folder: The folder.
             recompute: See `FineTuning`.
+            providers: See `FineTuning`; a folder may be tuned further on other providers.
 
         Raises:
-            ArgumentError: If there is no such folder.
+            ArgumentError: If there is no such folder, or a provider cannot be used.
             ModelError: If its model has no adapter, or its files do not belong together.
 
         Example:
@@ -501,7 +510,9 @@ class FineTuning:
         files = several_files(opened)
         trainable, initial = _saved(opened, files)
         result = cls.__new__(cls)
-        result._start(opened, trainable, initial, files=files, recompute=recompute)
+        result._start(
+            opened, trainable, initial, files=files, recompute=recompute, providers=providers
+        )
         return result
 
 
