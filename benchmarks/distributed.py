@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,8 @@ import onnx
 import onnxruntime
 
 import ortops
+from benchmarks.peers.with_ortops import trainable
+from benchmarks.task import Task
 from models import lenet, mlp, resnet
 
 ROUNDS = 3
@@ -57,21 +60,44 @@ def main() -> None:
     for _ in range(ROUNDS):
         for name in NETWORKS:
             for case in CASES:
-                found[name][case].append(_start(name, case)["seconds"])
+                found[name][case].append(start(name, case)["seconds"])
     print(f"| batch of {BATCH} | " + " | ".join(f"{case}, ms" for case in CASES) + " |")
     for name, cases in found.items():
         row = [f"{1000 * min(times):.2f}" for times in cases.values()]
         print(f"| {name} | " + " | ".join(row) + " |")
-    for size, seconds in _start("all-reduce", "two ranks").items():
+    for size, seconds in start("all-reduce", "two ranks").items():
         print(f"all-reduce of {int(size):9} bytes: {1e6 * seconds:10.1f} µs")
 
 
-def _start(name: str, case: str) -> dict[str, float]:
-    processes, threads, joined = CASES[case]
+def mpiexec() -> str:
+    """Returns the path of mpiexec, which a package of MPI may have brought; "" if there is none."""
+    folders = [Path(sys.executable).parent, *(Path(each, "bin") for each in sys.path if each)]
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PATH", "")])
+    return shutil.which("mpiexec", path=path) or ""
+
+
+def case_of(name: str) -> tuple[int, int, bool]:
+    """Returns a case of `CASES`, or that of a name such as ``2x8``: two ranks of 8 threads."""
+    if name in CASES:
+        return CASES[name]
+    ranks, threads = map(int, name.split("x"))
+    return ranks, threads, ranks > 1
+
+
+def start(name: str, case: str) -> dict[str, float]:
+    """Measures a case in processes of its own.
+
+    Args:
+        name: A key of `NETWORKS`, or a folder with a `benchmarks.task.Task`.
+        case: See `case_of`.
+
+    Returns:
+        ``seconds``, the median of a step with the whole batch.
+    """
+    processes, threads, joined = case_of(case)
     command = [sys.executable, "-m", "mpi4py", "-m", "benchmarks.distributed", name, case]
     if joined:
-        mpiexec = Path(sys.executable).parent / "mpiexec"
-        command = [str(mpiexec), "-n", str(processes), *command]
+        command = [mpiexec(), "-n", str(processes), *command]
     else:
         command = [sys.executable, *command[3:]]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
@@ -87,20 +113,13 @@ def work(name: str, case: str) -> None:
 
 
 def _steps(name: str, case: str) -> dict[str, float]:
-    processes, threads, joined = CASES[case]
-    build, shape = NETWORKS[name]
+    processes, threads, joined = case_of(case)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    model = ortops.build_training_model(build(), loss="SoftmaxCrossEntropy", optimizer="Adam")
+    model, batch = _model_and_batch(name)
     session = ortops.TrainingSession(model, sess_options=options)
     session = ortops.distributed.join(session) if joined else session
-    rng = np.random.default_rng(0)
-    rows = BATCH // processes
-    first = next(iter(session.inputs))
-    batch = {
-        first: rng.standard_normal((rows, *shape), np.float32),
-        "labels": rng.integers(0, 10, rows),
-    }
+    batch = {name: array[: len(array) // processes] for name, array in batch.items()}
     reduce = (lambda gradients: None) if case == "in two halves" else None
     times = []
     for _ in range(5):
@@ -117,6 +136,20 @@ def _steps(name: str, case: str) -> dict[str, float]:
         times.append(time.perf_counter() - begin)
     is_first = not joined or session.rank == 0
     return {"seconds": statistics.median(times)} if is_first else {}
+
+
+def _model_and_batch(name: str) -> tuple[Path | onnx.ModelProto, dict[str, np.ndarray]]:
+    if name not in NETWORKS:
+        task = Task.read(name)
+        return trainable(task, "Adam"), task.batches()[0]
+    build, shape = NETWORKS[name]
+    model = ortops.build_training_model(build(), loss="SoftmaxCrossEntropy", optimizer="Adam")
+    rng = np.random.default_rng(0)
+    samples = rng.standard_normal((BATCH, *shape), np.float32)
+    return model, {
+        model.graph.input[0].name: samples,
+        "labels": rng.integers(0, 10, BATCH),
+    }
 
 
 def _all_reduce() -> dict[str, float]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.task import THREADS
+from benchmarks.task import threads
 
 if TYPE_CHECKING:
     import onnx
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from benchmarks.profiling import Node
     from ortops.execution.settings import Settings
 
-__all__ = ["CACHED", "Ideal", "Part", "ideal", "is_product", "session_options", "traffic"]
+__all__ = [
+    *("CACHED", "Ideal", "Part", "ideal", "is_product", "memory_speed", "session_options"),
+    "traffic",
+]
 
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "FusedGemm", "FusedMatMul", "Gemm", "MatMul"})
 
@@ -40,6 +43,9 @@ _SELECTIONS = frozenset({"Expand", "Gather", "GatherElements", "GatherND", "Slic
 
 CACHED = 3 << 18
 """A node that reads and writes no more than this many bytes finds them in the caches."""
+
+_OUTSIDE_CACHES = 1 << 24
+"""The number of elements of vectors that no cache holds."""
 
 _ROUNDS, _RUNS = 10, 3
 
@@ -133,7 +139,7 @@ def ideal(
             products.append(node)
         else:
             (update if node.name.startswith("update/") else others).append(node)
-    add, added = _additions(1 << 24)
+    add, added = _additions(_OUTSIDE_CACHES)
     add_cached, added_cached = _additions(CACHED // 12, 32)
     ways: dict[Hashable, Callable[[], object]] = {
         "step": step,
@@ -172,6 +178,12 @@ def ideal(
         bandwidth,
         cache_bandwidth,
     )
+
+
+def memory_speed() -> float:
+    """Returns the speed of memory in sums of large vectors, in bytes per second."""
+    add, added = _additions(_OUTSIDE_CACHES)
+    return 1e3 * added / _medians({"add": add})["add"]
 
 
 def _additions(elements: int, repetitions: int = 1) -> tuple[Callable[[], object], int]:
@@ -271,7 +283,7 @@ def session_options(settings: Settings) -> onnxruntime.SessionOptions:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = THREADS
+    options.intra_op_num_threads = threads()
     options.enable_mem_pattern = False
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(settings.spin))
     return options

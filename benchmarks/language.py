@@ -5,6 +5,7 @@ tunes it in a process of its own::
 
     python -m benchmarks.language FOLDER             # writes the model into FOLDER, if it is empty
     python -m benchmarks.language FOLDER --peer torch --dtype bfloat16 --recompute 1
+    python -m benchmarks.language FOLDER --dtype float16 --providers CUDAExecutionProvider
 
 The weights are written one by one, so a model may be larger than memory.
 """
@@ -27,8 +28,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.start import PROJECT, peak_megabytes
+from benchmarks.task import threads
 
-__all__ = ["Sizes", "main", "measure", "write"]
+__all__ = ["Sizes", "main", "measure", "run", "write"]
 
 BLOCK = 32
 _MICROSOFT = ("GroupQueryAttention", "MatMulNBits", "SkipSimplifiedLayerNormalization")
@@ -46,7 +48,9 @@ class Sizes:
         wide: The width inside the MLP.
         words: The size of the vocabulary.
         context: The context length.
-        bits: The bits of a weight: 4, or 32.
+        bits: The bits of a weight: 4, or those of the other tensors.
+        dtype: The type of all tensors that are not quantized: float32 or float16, or another of
+            PyTorch's for PyTorch.
     """
 
     layers: int = 22
@@ -57,6 +61,7 @@ class Sizes:
     words: int = 32000
     context: int = 2048
     bits: int = 4
+    dtype: str = "float32"
 
     @property
     def head(self) -> int:
@@ -106,22 +111,25 @@ class _Writer:
 
     def normal(self, name: str, shape: Sequence[int], scale: float) -> str:
         values = self._draw.standard_normal(shape, np.float32)
-        return self.store(name, np.multiply(values, scale, dtype=np.float32))
+        return self.store(name, self.floats(np.multiply(values, scale, dtype=np.float32)))
+
+    def floats(self, values: np.ndarray) -> np.ndarray:
+        """Returns values in the model's type."""
+        return values.astype(self._sizes.dtype, copy=False)
 
     def linear(self, x: str, scope: str, into: int, out: int) -> str:
         name, weight = f"/{scope.replace('.', '/')}/MatMul", f"{scope}.MatMul.weight"
-        if self._sizes.bits == 32:
+        if self._sizes.bits != 4:
             return self.node("MatMul", [x, self.normal(weight, (into, out), into**-0.5)], name)
         numbers = self._draw.integers(0, 256, (out, into // BLOCK, BLOCK // 2), np.uint8)
         spread = (into * (2**8 - 1) / 12) ** -0.5  # integers from 0 to 15 have variance 255 / 12
-        scales = spread * self._draw.uniform(0.8, 1.2, (out, into // BLOCK)).astype(np.float32)
-        inputs = [self.store(f"{weight}_Q4", numbers)]
-        inputs.append(self.store(f"{weight}_scales", scales.astype(np.float32)))
+        scales = self.floats(spread * self._draw.uniform(0.8, 1.2, (out, into // BLOCK)))
+        inputs = [self.store(f"{weight}_Q4", numbers), self.store(f"{weight}_scales", scales)]
         settings = {"K": into, "N": out, "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
         return self.node("MatMulNBits", [x, *inputs], f"{name}_Q4", **settings)
 
     def norm(self, x: Sequence[str], scope: str) -> tuple[str, str]:
-        weight = self.store(f"{scope}.weight", np.ones(self._sizes.hidden, np.float32))
+        weight = self.store(f"{scope}.weight", np.ones(self._sizes.hidden, self._sizes.dtype))
         name = "/" + scope.replace(".", "/")
         if len(x) == 1:
             kind = "SimplifiedLayerNormalization"
@@ -150,7 +158,7 @@ def write(folder: str | Path, sizes: Sizes) -> Path:
     total = node("Cast", [total], "/mask/Cast_1", to=TensorProto.INT32)
     rates = 10000.0 ** (-np.arange(0, sizes.head, 2) / sizes.head)
     angles = np.outer(np.arange(sizes.context), rates)
-    caches = [store(f"{f.__name__}_cache", f(angles).astype(np.float32)) for f in (np.cos, np.sin)]
+    caches = [store(f"{f.__name__}_cache", writer.floats(f(angles))) for f in (np.cos, np.sin)]
     table = writer.normal("model.embed_tokens.weight", (sizes.words, sizes.hidden), 1)
     x = node("Gather", [table, "input_ids"], "/model/embed_tokens/Gather")
     x, y = writer.norm([x], "model.layers.0.input_layernorm")
@@ -182,7 +190,8 @@ def write(folder: str | Path, sizes: Sizes) -> Path:
 
 
 def _model(writer: _Writer, sizes: Sizes) -> onnx.ModelProto:
-    floats, integers = TensorProto.FLOAT, TensorProto.INT64
+    floats = helper.np_dtype_to_tensor_dtype(np.dtype(sizes.dtype))
+    integers = TensorProto.INT64
 
     def caches(kind: str, length: str) -> list[onnx.ValueInfoProto]:
         shape = ["batch_size", sizes.pairs, length, sizes.head]
@@ -237,7 +246,7 @@ def _ortops(folder: Path, sizes: Sizes, settings: argparse.Namespace) -> list[fl
     from ortops.llm import FineTuning
 
     more = {"recompute": settings.recompute} if settings.recompute else {}
-    tuning = FineTuning(folder, rank=settings.rank, **more)
+    tuning = FineTuning(folder, rank=settings.rank, providers=settings.providers, **more)
     print(json.dumps({"opened": peak_megabytes()}), file=sys.stderr)
     rows = _rows(sizes, settings.length, settings.steps)
     seconds = []
@@ -257,7 +266,7 @@ def _torch(folder: Path, sizes: Sizes, settings: argparse.Namespace) -> list[flo
     import torch
     import transformers
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads())
     config = transformers.LlamaConfig(
         vocab_size=sizes.words,
         hidden_size=sizes.hidden,
@@ -269,8 +278,9 @@ def _torch(folder: Path, sizes: Sizes, settings: argparse.Namespace) -> list[flo
         tie_word_embeddings=False,
         use_cache=False,
     )
-    torch.set_default_dtype(getattr(torch, settings.dtype))  # no copy in another type
-    model = transformers.LlamaForCausalLM(config)
+    torch.set_default_dtype(getattr(torch, sizes.dtype))  # no copy in another type
+    with torch.device(settings.device):
+        model = transformers.LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     if settings.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -278,14 +288,18 @@ def _torch(folder: Path, sizes: Sizes, settings: argparse.Namespace) -> list[flo
     model = peft.get_peft_model(model, adapter)
     model.train()
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.Adam(trained, 2e-4)
+    optimizer = torch.optim.Adam(trained, 2e-4, fused=True)
     seconds = []
     for row in _rows(sizes, settings.length, settings.steps):
         begun = time.perf_counter()
-        tokens = torch.tensor([row])
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        tokens = torch.tensor([row], device=settings.device)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        loss.item()  # as ortops reads it
+        if settings.device != "cpu":
+            torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - begun)
     return seconds
 
@@ -311,28 +325,48 @@ def measure(folder: str | Path, sizes: Sizes, *arguments: str) -> dict[str, Any]
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+def run(settings: argparse.Namespace) -> dict[str, Any]:
+    """Tunes in this process; see `measure`.
+
+    Args:
+        settings: The arguments of the command line.
+    """
+    tune = _torch if settings.peer == "torch" else _ortops
+    seconds = tune(settings.folder, sizes_of(settings), settings)
+    second = statistics.median(seconds[1:])
+    found = {"seconds": second, "tokens": settings.length / second}
+    return {"megabytes": peak_megabytes()} | found
+
+
+def sizes_of(settings: argparse.Namespace) -> Sizes:
+    """Returns the sizes in the arguments of the command line."""
+    return Sizes(*(getattr(settings, field.name) for field in fields(Sizes)))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.language")
     parser.add_argument("folder", type=Path)
     for field in fields(Sizes):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--peer", choices=("ortops", "torch"), default="ortops")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu", help="where PyTorch trains")
+    parser.add_argument("--providers", nargs="+", help="where ortops trains")
     parser.add_argument("--recompute", type=int, default=0, help="activations to keep")
     parser.add_argument("--save", default="", help="a folder to save to at the end")
     parser.add_argument("--run", action="store_true", help="measure in this process")
-    settings = parser.parse_args(arguments)
-    sizes = Sizes(*(getattr(settings, field.name) for field in fields(Sizes)))
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    settings = parse(arguments)
+    sizes = sizes_of(settings)
     if settings.run:
-        run = _torch if settings.peer == "torch" else _ortops
-        seconds = run(settings.folder, sizes, settings)
-        second = statistics.median(seconds[1:])
-        found = {"seconds": second, "tokens": settings.length / second}
-        print(json.dumps({"megabytes": peak_megabytes()} | found))
+        print(json.dumps(run(settings)))
         return
     if settings.peer == "ortops" and not (settings.folder / "model.onnx").exists():
         write(settings.folder, sizes)

@@ -1,19 +1,22 @@
-"""The machine: the name of its CPU, and the speed of its matrix products."""
+"""The machine: its CPU, its graphics card, versions, and the speed of its matrix products."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.task import THREADS
+from benchmarks.task import threads
 
-__all__ = ["PRODUCTS", "cpu", "product_speeds"]
+__all__ = ["PRODUCTS", "Card", "cpu", "product_speeds", "versions"]
 
 PRODUCTS: Mapping[str, tuple[int, int]] = {"A·B": (0, 0), "A·Bᵀ": (0, 1), "Aᵀ·B": (1, 0)}
 """Whether the factors are transposed: the products of the forward pass, of the gradient of an
@@ -31,6 +34,56 @@ def cpu() -> str:
                 name = " ".join(value.split())
                 break
     return f"{name}, {os.cpu_count()} cores, {platform.machine()}"
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Returns the version of Python, and those of the packages that are installed."""
+    found = {"Python": platform.python_version()}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+class Card:
+    """The first NVIDIA card, read through NVML, the library of its driver.
+
+    Attributes:
+        name: The name of the card; "" if there is none.
+        driver: The version of the driver.
+        megabytes: The memory of the card, in 10⁶ bytes.
+    """
+
+    class _Memory(ctypes.Structure):
+        """What nvmlDeviceGetMemoryInfo writes, in bytes."""
+
+        _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+    def __init__(self) -> None:
+        self.name, self.driver, self.megabytes = "", "", 0.0
+        try:
+            self._library = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return
+        self._device = ctypes.c_void_p()
+        call = self._library.nvmlDeviceGetHandleByIndex_v2
+        if self._library.nvmlInit_v2() or call(0, ctypes.byref(self._device)):
+            return
+        text = ctypes.create_string_buffer(96)
+        if not self._library.nvmlDeviceGetName(self._device, text, len(text)):
+            self.name = text.value.decode()
+        if not self._library.nvmlSystemGetDriverVersion(text, len(text)):
+            self.driver = text.value.decode()
+        self.megabytes = self._memory().total / 1e6
+
+    def used_megabytes(self) -> float:
+        """Returns the memory that all processes use on the card, in 10⁶ bytes; 0 without one."""
+        return self._memory().used / 1e6 if self.name else 0.0
+
+    def _memory(self) -> Card._Memory:
+        found = self._Memory()
+        self._library.nvmlDeviceGetMemoryInfo(self._device, ctypes.byref(found))
+        return found
 
 
 def product_speeds(size: int = 1024, rounds: int = 5) -> dict[str, dict[str, float]]:
@@ -80,7 +133,7 @@ def _in_onnxruntime(
         graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10
     )
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = THREADS
+    options.intra_op_num_threads = threads()
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
@@ -94,7 +147,7 @@ def _in_torch(
         import torch
     except ImportError:
         return None
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(threads())
     left, right = (
         torch.from_numpy(each).T if flag else torch.from_numpy(each)
         for each, flag in zip((a, b), transposed, strict=True)

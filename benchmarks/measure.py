@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 from benchmarks.task import THREADS
@@ -81,12 +81,16 @@ class Contestant:
         peer: A name in `benchmarks.peers.PEERS`.
         optimizer: The optimizer for timing.
         checked_optimizer: The optimizer for checking results, if different.
+        threads: The number of threads.
+        options: Further arguments of the peer's ``make``, such as where it trains.
     """
 
     folder: str
     peer: str
     optimizer: str
     checked_optimizer: str | None = None
+    threads: int = THREADS
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,15 +132,21 @@ def _difference(values: Sequence[float], others: Sequence[float]) -> float:
 _step: Any
 
 
-def limit_threads() -> None:
+def limit_threads(threads: int = THREADS) -> None:
     """Limits the threads of this process and its children to those of a peer."""
     for library in ("MKL", "OMP", "OPENBLAS"):
-        os.environ[f"{library}_NUM_THREADS"] = str(THREADS)
+        os.environ[f"{library}_NUM_THREADS"] = str(threads)
     if hasattr(os, "sched_setaffinity"):  # the only way to limit JAX
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
 
-def first_values(folder: str, peer: str, optimizer: str, limit: int | None = None) -> list[float]:
+def first_values(
+    folder: str,
+    peer: str,
+    optimizer: str,
+    limit: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[float]:
     """Creates a step function and runs the first steps.
 
     Args:
@@ -145,6 +155,7 @@ def first_values(folder: str, peer: str, optimizer: str, limit: int | None = Non
         optimizer: A name in `benchmarks.task.OPTIMIZERS`.
         limit: The number of different batches; all by default. With fewer batches, an update shows
             sooner in the loss of the batch that it was computed from.
+        options: Further arguments of the peer's ``make``.
 
     Returns:
         The losses, or a sample of the parameters after each update.
@@ -156,7 +167,7 @@ def first_values(folder: str, peer: str, optimizer: str, limit: int | None = Non
 
     global _step
     task = replace(Task.read(folder), limit=limit)
-    _step = PEERS[peer].make(task, optimizer)
+    _step = PEERS[peer].make(task, optimizer, **(options or {}))
     values: list[float] = []
     for _ in range(math.ceil(CHECKED_STEPS / _step.count)):
         losses = _step.run()
@@ -196,10 +207,10 @@ def time_steps(calls: int) -> list[float]:
 
 
 @contextmanager
-def worker() -> Iterator[Submit]:
+def worker(threads: int = THREADS) -> Iterator[Submit]:
     """Starts a process; its exceptions are raised here when a result is read."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, initializer=limit_threads) as executor:
+    with ProcessPoolExecutor(1, context, limit_threads, (threads,)) as executor:
         yield executor.submit
 
 
@@ -212,14 +223,16 @@ def measure(contestants: Mapping[Key, Contestant], effort: Effort) -> dict[Key, 
     """
     names = list(contestants)
     with ExitStack() as stack:
-        submit = {name: stack.enter_context(worker()) for name in names}
+        submit = {name: stack.enter_context(worker(contestants[name].threads)) for name in names}
         values, timed, counts = {}, {}, {}
         for name, it in contestants.items():
             if it.checked_optimizer is not None:
                 values[name] = submit[name](
-                    first_values, it.folder, it.peer, it.checked_optimizer, 1
+                    first_values, it.folder, it.peer, it.checked_optimizer, 1, it.options
                 ).result()
-            timed[name] = submit[name](first_values, it.folder, it.peer, it.optimizer).result()
+            timed[name] = submit[name](
+                first_values, it.folder, it.peer, it.optimizer, None, it.options
+            ).result()
             counts[name] = submit[name](warm_up, effort.warm_up, effort.turn).result()
         seconds: dict[Key, list[float]] = {name: [] for name in names}
         for number in range(effort.rounds):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 
 from benchmarks import machine, own
@@ -137,7 +135,8 @@ class Report:
         """Writes ``results.md`` and ``results.json``."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.md").write_text(self.markdown(), encoding="utf-8")
-        data = {"versions": _versions(), "machine": machine.cpu(), "date": str(date.today())}
+        data = {"versions": machine.versions(PACKAGES), "machine": machine.cpu()}
+        data |= {"date": str(date.today())}
         data |= asdict(self) | {
             "times": {work: _figures(each) for work, each in self.times.items()}
         }
@@ -156,7 +155,8 @@ class Report:
         effort, works = self.effort, WORKS.values()
         training = next(work for work in works if isinstance(work, TrainingStep))
         update = next(work for work in works if isinstance(work, Update))
-        yield f"- {date.today()}; {', '.join(f'{k} {v}' for k, v in _versions().items())}"
+        versions = ", ".join(f"{k} {v}" for k, v in machine.versions(PACKAGES).items())
+        yield f"- {date.today()}; {versions}"
         yield f"- {machine.cpu()}; {THREADS} threads; optimizer: {self.optimizer}"
         yield (
             f"- a time is the median time per step in {effort.rounds} interleaved rounds of "
@@ -259,16 +259,6 @@ def _base(by_peer: Mapping[str, Result]) -> str:
 def _way(peer: str) -> str:
     """Returns the short name of a way to run ortops."""
     return peer.removeprefix("ortops, ")
-
-
-def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -6,6 +6,7 @@ Imports only numpy, so that the start-up time of a process is that of the peer.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,12 +15,18 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BATCHES", "OPTIMIZERS", "THREADS", "UPDATE", "Array", "Task"]
+__all__ = ["BATCHES", "OPTIMIZERS", "THREADS", "UPDATE", "Array", "Task", "threads"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
 THREADS = 2
-"""The number of threads of each peer."""
+"""The number of threads of each peer, unless a measurement says otherwise."""
+
+
+def threads() -> int:
+    """Returns the number of threads of this process, which `benchmarks.measure.worker` sets."""
+    return int(os.environ.get("OMP_NUM_THREADS", THREADS))
+
 
 UPDATE = "update"
 """The name of the network of a workload that only updates parameters, with given gradients."""

@@ -449,9 +449,13 @@ def test_a_later_benchmark_replaces_only_what_it_measured(tmp_path: Path) -> Non
     before = speed_table.merge({}, results)
     results["times"], results["date"] = {MODEL: results["times"][MODEL]}, "later"
     after = speed_table.merge(before, results)
-    dates = {work: line["date"] for work, line in after["a CPU"]["works"].items()}
-    assert dates == {MODEL: "later", WIDE: before["a CPU"]["works"][WIDE]["date"]}
-    other = speed_table.merge(after, results | {"machine": "another CPU"})
+    works = {
+        name: each["processors"]["a CPU"]["works"]
+        for name, each in (("before", before), ("after", after))
+    }
+    dates = {work: line["date"] for work, line in works["after"].items()}
+    assert dates == {MODEL: "later", WIDE: works["before"][WIDE]["date"]}
+    other = speed_table.merge(after, results | {"machine": "another CPU"})["processors"]
     assert list(other) == ["a CPU", "another CPU"]
     assert list(other["another CPU"]["works"]) == [MODEL]
 
@@ -465,10 +469,10 @@ def test_an_update_is_compared_with_the_loop_in_c(tmp_path: Path) -> None:
 
 def test_the_tables_of_the_documentation_are_those_of_the_measurements() -> None:
     measured = json.loads(speed_table.MEASURED.read_text(encoding="utf-8"))
-    for path, of in ((speed_table.README, speed_table.short), (speed_table.PAGE, speed_table.long)):
-        text = path.read_text(encoding="utf-8")
-        table = text.split(speed_table.BEGIN)[1].split(speed_table.END)[0].strip()
-        assert table == "\n".join(of(measured))
+    for path, name, expected in speed_table.parts(measured):
+        begin, end = speed_table.marks(name)
+        found = path.read_text(encoding="utf-8").split(begin)[1].split(end)[0]
+        assert found == expected, f"run python scripts/speed_table.py: {path.name}, {name}"
 
 
 def test_products_have_a_speed() -> None:

@@ -110,10 +110,16 @@ class Peer:
         """Returns the version of its package; empty if it has none."""
         return metadata.version(self.package) if self.package else ""
 
-    def make(self, task: Task, optimizer: str) -> Step:
-        """Returns the step function of a task that it supports."""
+    def make(self, task: Task, optimizer: str, **more: Any) -> Step:
+        """Returns the step function of a task that it supports.
+
+        Args:
+            task: The task.
+            optimizer: The optimizer.
+            **more: Further arguments of its module's ``make``.
+        """
         step: Step = import_module(f"{__name__}.{self.module}").make(
-            task, optimizer, **self.options
+            task, optimizer, **self.options, **more
         )
         return step
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ortops
 from benchmarks import exported
 from benchmarks.peers import Step
-from benchmarks.task import OPTIMIZERS, THREADS, UPDATE, Task
+from benchmarks.task import OPTIMIZERS, UPDATE, Task, threads
 from ortops import TrainingSession
 from ortops.execution.settings import Settings
 
@@ -39,6 +40,7 @@ def make(
     run_steps: bool = False,
     sess_options: Any = None,
     settings: Settings | None = None,
+    providers: Sequence[Any] | None = None,
 ) -> Step:
     """Returns the step function: `TrainingSession.step` or `TrainingSession.run_steps`.
 
@@ -49,14 +51,19 @@ def make(
         run_steps: Whether a call runs one step for each batch.
         sess_options: See `ortops.TrainingSession`; the default is the fastest.
         settings: See `ortops.TrainingSession`.
+        providers: See `ortops.TrainingSession`.
     """
-    if sess_options is None and os.cpu_count() != THREADS:
+    if sess_options is None and os.cpu_count() != threads():
         import onnxruntime
 
         sess_options = onnxruntime.SessionOptions()
-        sess_options.intra_op_num_threads = THREADS
+        sess_options.intra_op_num_threads = threads()
     session = TrainingSession(
-        trainable(task, optimizer), kernels=kernels, sess_options=sess_options, settings=settings
+        trainable(task, optimizer),
+        kernels=kernels,
+        sess_options=sess_options,
+        settings=settings,
+        providers=providers,
     )
     batches = task.batches()
     feeds = itertools.cycle(batches)

@@ -13,7 +13,7 @@ from onnx import numpy_helper
 import ortops
 from benchmarks.peers import Step
 from benchmarks.peers.with_ortops import trainable
-from benchmarks.task import THREADS, Task
+from benchmarks.task import Task, threads
 
 __all__ = ["make"]
 
@@ -29,7 +29,7 @@ def make(task: Task, optimizer: str, *, target: Any) -> Step:
     model = ortops.lower(ortops.step_graph(trainable(task, optimizer), target=target))
     pairs = json.loads({each.key: each.value for each in model.metadata_props}["ortops.step_graph"])
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = THREADS
+    options.intra_op_num_threads = threads()
     options.log_severity_level = 3  # hides a warning for each input with a default value
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]

@@ -8,25 +8,27 @@ from typing import Any
 import torch
 
 from benchmarks.peers import Step
-from benchmarks.task import OPTIMIZERS, THREADS, UPDATE, Task
+from benchmarks.task import OPTIMIZERS, UPDATE, Task, threads
 from models.torch_twins import module
 
 
-def make(task: Task, optimizer: str, *, compiled: bool = False) -> Step:
+def make(task: Task, optimizer: str, *, compiled: bool = False, device: str = "cpu") -> Step:
     """Returns the step function, eager or with loss and gradient compiled.
 
     Args:
         task: The task.
         optimizer: The optimizer, in its fused implementation, which PyTorch does not compile.
         compiled: Whether to use ``torch.compile``.
+        device: Where to train. Products have no TF32, as by default for matrices.
     """
-    torch.set_num_threads(THREADS)
-    return (
-        _update(task, optimizer) if task.network == UPDATE else _training(task, optimizer, compiled)
-    )
+    torch.set_num_threads(threads())
+    torch.backends.cudnn.allow_tf32 = False
+    if task.network == UPDATE:
+        return _update(task, optimizer)
+    return _training(task, optimizer, compiled, device)
 
 
-def _training(task: Task, optimizer: str, compiled: bool) -> Step:
+def _training(task: Task, optimizer: str, compiled: bool, device: str) -> Step:
     axis = -1
     if task.exported:
         from benchmarks import exported
@@ -35,6 +37,7 @@ def _training(task: Task, optimizer: str, compiled: bool) -> Step:
         network = exported.module(task.network, task.weights())
     else:
         network = module(task.network, task.weights(), heads=task.heads).train()
+    network.to(device)
     update = _optimizer(optimizer, network.parameters())
     batches = itertools.cycle(task.batches())
 
@@ -46,7 +49,7 @@ def _training(task: Task, optimizer: str, compiled: bool) -> Step:
         loss_of = torch.compile(loss_of)
 
     def step() -> Any:
-        samples, labels = map(torch.from_numpy, next(batches).values())
+        samples, labels = (torch.from_numpy(each).to(device) for each in next(batches).values())
         loss = loss_of(samples, labels)
         update.zero_grad()
         loss.backward()
