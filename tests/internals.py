@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnx_ir as ir
+import onnxruntime
+
 from ortops import TrainingSession
+from ortops.execution.binding import Binding
 from ortops.execution.execution import Execution
 from ortops.execution.variant import Variant
 from ortops.training.loaded_model import LoadedModel
 
-__all__ = ["execution_of", "loaded_of", "memory_of", "variant_of"]
+__all__ = ["binding_of", "execution_of", "graph_of", "loaded_of", "memory_of", "session_of"]
 
 
 def loaded_of(session: TrainingSession) -> LoadedModel:
@@ -30,8 +34,24 @@ def memory_of(session: TrainingSession, name: str) -> Any:
     return execution_of(session).present(name)
 
 
-def variant_of(session: TrainingSession) -> Variant:
-    """Returns the graph for batches of any shape, with its onnxruntime session."""
+def graph_of(session: TrainingSession) -> ir.Graph:
+    """Returns the graph that steps run for batches of any shape."""
+    return _variant_of(session)._graph
+
+
+def session_of(session: TrainingSession) -> onnxruntime.InferenceSession:
+    """Returns the onnxruntime session that runs this graph."""
+    found = _variant_of(session)._session
+    assert found is not None
+    return found
+
+
+def binding_of(session: TrainingSession) -> Binding:
+    """Binds this graph to the memory of the variables, as for the first step."""
+    return _variant_of(session).bind(execution_of(session)._buffers_of(0)(0, 0), 0)
+
+
+def _variant_of(session: TrainingSession) -> Variant:
     cached = execution_of(session)._caches[0]._general
     assert cached is not None
     (variant,) = cached.variants
