@@ -13,10 +13,19 @@ import onnxruntime
 from ortops import TrainingSession
 from ortops.execution.binding import Binding
 from ortops.execution.execution import Execution
+from ortops.execution.packed import Packed
 from ortops.execution.variant import Variant
 from ortops.training.loaded_model import LoadedModel
 
-__all__ = ["binding_of", "execution_of", "graph_of", "loaded_of", "memory_of", "session_of"]
+__all__ = [
+    "binding_of",
+    "execution_of",
+    "graph_of",
+    "loaded_of",
+    "memory_of",
+    "packed_of",
+    "session_of",
+]
 
 
 def loaded_of(session: TrainingSession) -> LoadedModel:
@@ -32,6 +41,11 @@ def execution_of(session: TrainingSession) -> Execution:
 def memory_of(session: TrainingSession, name: str) -> Any:
     """Returns the present value of a variable in its own memory; `state` returns copies."""
     return execution_of(session).present(name)
+
+
+def packed_of(session: TrainingSession) -> list[Packed]:
+    """Returns the packed updates, with their formulas."""
+    return [each for template in execution_of(session)._templates for each in template.packed]
 
 
 def graph_of(session: TrainingSession) -> ir.Graph:

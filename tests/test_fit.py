@@ -33,6 +33,7 @@ from ortops import (
     build_training_model,
     schedules,
 )
+from ortops.execution.execution import Execution
 from ortops.metrics import accuracy, mean_absolute_error
 from ortops.optimizers import SGD, Adam
 from ortops.training.callback import Callback, Record
@@ -64,21 +65,23 @@ def cut(data: Arrays, size: int) -> list[Arrays]:
 # ----------------------------------------------------------------------------- what it computes
 
 
-def test_sees_every_row_once_in_each_epoch_in_another_order() -> None:
+def test_sees_every_row_once_in_each_epoch_in_another_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     session = affine_session(rate=0.0)
     data = affine_batch(10)
     data["x"][:, 0] = np.arange(10)
     seen: list[Any] = []
-    step = session._execution.step
+    step = Execution.step
 
-    def watched(feeds: Any, *options: Any) -> Any:
+    def watched(self: Execution, feeds: Any, *options: Any) -> Any:
         np.testing.assert_array_equal(
             feeds["targets"], data["targets"][feeds["x"][:, 0].astype(int)]
         )
         seen.append(feeds["x"][:, 0].astype(int).tolist())
-        return step(feeds, *options)
+        return step(self, feeds, *options)
 
-    session._execution.step = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(Execution, "step", watched)
     session.fit(data, epochs=2, batch_size=4, progress=False)
     assert [len(batch) for batch in seen] == [4, 4, 2] * 2
     first, second = np.concatenate(seen[:3]).tolist(), np.concatenate(seen[3:]).tolist()

@@ -19,8 +19,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import numpy_helper
 from internals import memory_of
+from onnx import numpy_helper
 from running import plain_session
 from training_models import (
     affine,
