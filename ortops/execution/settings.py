@@ -157,8 +157,8 @@ class SessionReport:
     Example:
         >>> from models import line
         >>> report = line.session().report()
-        >>> report.device, report.in_place, report.in_turn, set(report.placement.values())
-        ('cpu', (), ('w', 'step'), {'CPUExecutionProvider'})
+        >>> report.kernels, report.device, report.in_turn, report.repeatable
+        ('onnx', 'cpu', ('w', 'step'), True)
     """
 
     kernels: str

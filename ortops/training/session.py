@@ -279,8 +279,8 @@ class TrainingSession:
         Example:
             >>> from models import line
             >>> report = line.session().report()
-            >>> report.kernels, report.in_turn, report.operators["MatMul"]
-            ('onnx', ('w', 'step'), 1)
+            >>> report.kernels, report.in_place, report.in_turn
+            ('onnx', (), ('w', 'step'))
             >>> print(report.packed[0])
             updated together: w (1 element, in the graph)
         """
