@@ -47,6 +47,8 @@ MODULES = (
 RETURNED = {
     "Gradients": "ortops.training.gradients",
     "History": "ortops.training.history",
+    "PackedUpdate": "ortops.execution.settings",
+    "SessionReport": "ortops.execution.settings",
     "State": "ortops.training.state",
     "open_data": "ortops.training.data",
 }

@@ -39,10 +39,10 @@ from running import plain_session, run_session
 from test_exported_models import (
     Export,
     Gradients,
-    _quiet_exporters,  # noqa: F401  a fixture for every test
     exported,
     parameters_of,
     pretrained,
+    quiet_exporters,  # noqa: F401  a fixture for every test
     with_gradients,
 )
 from torch.overrides import TorchFunctionMode

@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from internals import memory_of
 from onnx import TensorProto
 from test_compiled import anew, batches, build, softened
 from test_precision import half
@@ -437,12 +438,14 @@ def test_memory_is_that_of_standard_operators() -> None:
     for each in batches():
         plain.step(each)
         session.step(each)
-    for name, variable in session._execution.variables.items():
-        first, second = variable.buffers
-        expected = plain._execution.variables[name].buffers
-        assert (first is second) == (expected[0] is expected[1]), name
-    pairs = itertools.combinations(session._execution.variables.values(), 2)
-    assert not any(np.shares_memory(a.buffers[0], b.buffers[0]) for a, b in pairs)
+    found, expected = session.report(), plain.report()
+    assert found.compiled
+    assert not expected.compiled
+    assert found.in_place == expected.in_place
+    assert found.in_turn == expected.in_turn
+    memories = [memory_of(session, name) for name in session.state]
+    pairs = itertools.combinations(memories, 2)
+    assert not any(np.shares_memory(*pair) for pair in pairs)
 
 
 # ----------------------------------------------------------------------------------------- memory
@@ -457,13 +460,13 @@ def test_compiled_updates_of_small_models_overwrite_their_variables(change: int)
         session.step(batch)
     session.step(batches()[0])
     assert "w1" in session.compiled
-    execution = session._execution
-    before = {name: execution.present(name) for name in ("w1", "w1.V", "w1.H")}
-    first, second = execution.variables["w1"].buffers
-    assert first is second
+    before = {name: memory_of(session, name) for name in ("w1", "w1.V", "w1.H")}
+    report = session.report()
+    assert before.keys() <= set(report.in_place)
+    assert [each.in_graph for each in report.packed] == [False]
     session.step(batches()[1])
     for name, array in before.items():
-        assert np.shares_memory(execution.present(name), array), name
+        assert np.shares_memory(memory_of(session, name), array), name
 
 
 def test_compiled_updates_of_several_entries_have_two_buffers() -> None:
@@ -473,9 +476,10 @@ def test_compiled_updates_of_several_entries_have_two_buffers() -> None:
         model, loss="SoftmaxCrossEntropy", optimizer="SGD", trainable=["w2"], name="other"
     )
     session = TrainingSession(model, kernels="compiled")
-    present = [session._execution.present("w1")]
+    assert "w1" in session.report().in_turn
+    present = [memory_of(session, "w1")]
     for batch in batches()[:2]:
         session.step(batch)
-        present.append(session._execution.present("w1"))
+        present.append(memory_of(session, "w1"))
     assert not np.shares_memory(present[0], present[1])
     assert np.shares_memory(present[0], present[2])

@@ -481,7 +481,7 @@ def compare(
 
 
 @pytest.fixture(autouse=True)
-def _quiet_exporters() -> Iterator[None]:
+def quiet_exporters() -> Iterator[None]:
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)

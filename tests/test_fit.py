@@ -33,6 +33,7 @@ from ortops import (
     build_training_model,
     schedules,
 )
+from ortops.execution.execution import Execution
 from ortops.metrics import accuracy, mean_absolute_error
 from ortops.optimizers import SGD, Adam
 from ortops.training.callback import Callback, Record
@@ -64,21 +65,23 @@ def cut(data: Arrays, size: int) -> list[Arrays]:
 # ----------------------------------------------------------------------------- what it computes
 
 
-def test_sees_every_row_once_in_each_epoch_in_another_order() -> None:
+def test_sees_every_row_once_in_each_epoch_in_another_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     session = affine_session(rate=0.0)
     data = affine_batch(10)
     data["x"][:, 0] = np.arange(10)
     seen: list[Any] = []
-    step = session._execution.step
+    step = Execution.step
 
-    def watched(feeds: Any, *options: Any) -> Any:
+    def watched(self: Execution, feeds: Any, *options: Any) -> Any:
         np.testing.assert_array_equal(
             feeds["targets"], data["targets"][feeds["x"][:, 0].astype(int)]
         )
         seen.append(feeds["x"][:, 0].astype(int).tolist())
-        return step(feeds, *options)
+        return step(self, feeds, *options)
 
-    session._execution.step = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(Execution, "step", watched)
     session.fit(data, epochs=2, batch_size=4, progress=False)
     assert [len(batch) for batch in seen] == [4, 4, 2] * 2
     first, second = np.concatenate(seen[:3]).tolist(), np.concatenate(seen[3:]).tolist()
@@ -362,6 +365,12 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture
+def drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A progress bar is drawn after each step, however soon it is."""
+    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
+
+
 class AsciiTerminal(Terminal):
     encoding = "ascii"
 
@@ -388,10 +397,10 @@ def test_a_file_gets_one_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> N
         assert re.fullmatch(pattern, line), line
 
 
+@pytest.mark.usefixtures("drawn_at_once")
 def test_a_terminal_sees_the_bar_move(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
     monkeypatch.setenv("COLUMNS", "120")
     affine_session().fit(affine_batch(12), epochs=2, batch_size=3)
     drawn = stream.getvalue()
@@ -417,6 +426,7 @@ def test_a_terminal_without_unicode() -> None:
     )
 
 
+@pytest.mark.usefixtures("drawn_at_once")
 @pytest.mark.parametrize("live", [True, False])
 def test_a_stream_that_takes_nothing_more_does_not_end_the_training(
     live: bool, monkeypatch: pytest.MonkeyPatch
@@ -429,7 +439,6 @@ def test_a_stream_that_takes_nothing_more_does_not_end_the_training(
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("sys.stderr", Closed())
-    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
     session = affine_session()
     session.fit([affine_batch()] * 3, epochs=2)
     assert session.steps_done == 6
@@ -448,10 +457,10 @@ def test_no_progress_when_not_wanted(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("drawn_at_once")
 def test_a_line_that_was_begun_is_ended_when_a_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
     batches = [affine_batch(), {"x": affine_batch()["x"]}]
     with pytest.raises(FeedError):
         affine_session().fit(batches)
@@ -463,10 +472,10 @@ def drawn_lines(stream: io.StringIO) -> list[str]:
     return [text for line in stream.getvalue().split("\n") for text in line.split("\r\x1b[2K")[1:]]
 
 
+@pytest.mark.usefixtures("drawn_at_once")
 @pytest.mark.parametrize("columns", [30, 50, 80, 200])
 def test_a_line_that_moves_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
     stream = Terminal()
     bar = ProgressBar(1, 10, 40, stream=stream)
     for done in (1, 20, 40):
@@ -516,6 +525,7 @@ class Cell:
         self.shown.append(repr(what))
 
 
+@pytest.mark.usefixtures("drawn_at_once")
 def test_a_notebook_draws_in_one_cell(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -531,7 +541,6 @@ def test_a_notebook_draws_in_one_cell(
     monkeypatch.setitem(sys.modules, "IPython", module)  # type: ignore[arg-type]
     display_module: Any = types.SimpleNamespace(display=display)
     monkeypatch.setitem(sys.modules, "IPython.display", display_module)
-    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
     affine_session().fit(affine_batch(12), epochs=2, batch_size=3)
     assert capsys.readouterr() == ("", "")
     assert len(cells) == 2
@@ -539,6 +548,7 @@ def test_a_notebook_draws_in_one_cell(
     assert re.fullmatch(r"epoch 2/2  █{24}  4/4  loss .* \d\.\d s", cells[1].shown[-1])
 
 
+@pytest.mark.usefixtures("drawn_at_once")
 def test_the_line_of_a_stopped_epoch_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stop(Callback):
         def on_step(self, record: Record, session: Any) -> None:
@@ -546,7 +556,6 @@ def test_the_line_of_a_stopped_epoch_is_ended(monkeypatch: pytest.MonkeyPatch) -
 
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
     affine_session().fit(affine_batch(12), batch_size=3, callbacks=[Stop()])
     assert stream.getvalue().endswith("\n")
     assert len(drawn_lines(stream)) == 1

@@ -621,7 +621,7 @@ def test_torch_compile_breaks_the_graph_around_it(x: Tensor) -> None:
         each(x).sum().backward()
         results.append([p.grad.clone() for p in net.parameters()])
     assert all(torch.allclose(a, b) for a, b in zip(*results, strict=True))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with pytest.raises(
         torch._dynamo.exc.Unsupported, match=r"onnxruntime computes an ortops\.Function"
     ):

@@ -16,10 +16,10 @@ from running import optimized
 from test_exported_models import (
     EXPORTS,
     TOLERANCE,
-    _quiet_exporters,  # noqa: F401  a fixture for every test
     built,
     compare,
     exported,
+    quiet_exporters,  # noqa: F401  a fixture for every test
 )
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]

@@ -13,10 +13,12 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from internals import binding_of, graph_of, memory_of, session_of
 from memory_peaks import counts_peaks, deep, peak
 
 import ortops
 from ortops import ArgumentError, Tape, TrainingSession, UnsupportedError, build_training_model, op
+from ortops.execution.binding import Binding
 from ortops.execution.settings import Settings
 from ortops.graph.tensor import IR_VERSION
 from ortops.lowering import to_proto
@@ -114,8 +116,8 @@ def test_large_variables_are_updated_in_pieces(rows: int) -> None:
     settings = Settings(joined=-1, chunk=WIDTH * WIDTH // rows)
     model = build()
     sessions = [session(model, settings=settings, optimizer_in_backward=e) for e in (0 > 1, True)]
-    (packed, *_) = (p for p in sessions[1]._execution._templates[0].packed if p.joined)
-    assert packed.rows == rows
+    chunks = [each.chunks for each in sessions[1].report().packed if each.in_graph]
+    assert chunks == [rows] * DEPTH
     for batch in batches(3):
         for each in sessions:
             each.step(batch)
@@ -124,13 +126,16 @@ def test_large_variables_are_updated_in_pieces(rows: int) -> None:
 
 def optimized(trained: TrainingSession, path: Path) -> onnx.GraphProto:
     """Returns the graph that onnxruntime runs in a step."""
-    (variant,) = trained._execution._caches[0]._general.variants  # type: ignore[union-attr]
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(path)
     options.log_severity_level = 3
-    proto = to_proto(ir.Model(variant._graph, ir_version=IR_VERSION))
+    proto = to_proto(ir.Model(graph_of(trained), ir_version=IR_VERSION))
     onnxruntime.InferenceSession(proto.SerializeToString(), options)
     return onnx.load(path).graph
+
+
+def address(memory: Any) -> int:
+    return int(memory.__array_interface__["data"][0])
 
 
 def read(node: onnx.NodeProto) -> set[str]:
@@ -148,8 +153,7 @@ def test_what_writes_a_variable_follows_from_all_that_read_it(
 ) -> None:
     trained = session(build(optimizer, a_model(shared=True)))
     trained.step(batches(1)[0])
-    (variant,) = trained._execution._caches[0]._general.variants  # type: ignore[union-attr]
-    binding = variant.bind(trained._execution._buffers_of(0)(0, 0), 0)
+    binding = binding_of(trained)
     graph = optimized(trained, tmp_path / "step.onnx")
     writers = {name: node for node in graph.node for name in node.output}
     before: dict[str, set[str]] = {}  # the outputs of all ancestors, by output
@@ -159,12 +163,9 @@ def test_what_writes_a_variable_follows_from_all_that_read_it(
             found |= before.get(name, set())
         before |= dict.fromkeys(node.output, found)
 
-    def place(memory: Any) -> tuple[int, int]:
-        return memory.__array_interface__["data"][0], memory.nbytes
-
     checked = 0
     for output, target in binding.written.items():
-        alike = {n for n, m in binding.read.items() if place(m)[0] == place(target)[0]}
+        alike = {n for n, m in binding.read.items() if address(m) == address(target)}
         if not alike or target.size < WIDTH * WIDTH:
             continue
         aliases = set(alike)  # what may have the memory of the variable
@@ -182,19 +183,27 @@ def test_gradients_do_not_exist_together() -> None:
     """Each large variable is written in the graph, and no gradient is an output."""
     trained = session(build())
     trained.step(batches(1)[0])
-    (variant,) = trained._execution._caches[0]._general.variants  # type: ignore[union-attr]
-    template = trained._execution._templates[0]
-    assert sum(packed.joined for packed in template.packed) == DEPTH
+    report = trained.report()
+    assert report.optimizer_in_backward
+    packed = [name for each in report.packed for role in each.variables for name in role]
+    early = [each for each in report.packed if each.in_graph]
+    assert [each.shapes for each in early] == [((WIDTH, WIDTH),)] * DEPTH
+    assert {role for each in early for role in each.variables} == {
+        (f"w{number}{moment}",) for number in range(DEPTH) for moment in ("", ".V", ".H")
+    }
+    assert set(packed) <= set(report.in_place)
+    binding = binding_of(trained)
+    addresses = {address(memory_of(trained, name)) for name in packed}
+    large = [target for target in binding.written.values() if target.size >= WIDTH * WIDTH]
+    assert len(large) == 3 * DEPTH  # the next values of a weight and two moments
+    assert {address(target) for target in large} <= addresses
     sizes = {
         value.name: int(np.prod(value.shape.numpy()))
-        for value in variant._graph.outputs
+        for value in graph_of(trained).outputs
         if value.shape is not None and value.shape.is_static()
     }
-    large = {name for name, size in sizes.items() if size >= WIDTH * WIDTH}
-    assert large == variant._outputs.keys()  # the next values of a weight and two moments
-    assert len(large) == 3 * DEPTH
-    for packed in template.packed:
-        assert all(first is second for first, second in packed.arrays.values())
+    outputs = {name for name, size in sizes.items() if size >= WIDTH * WIDTH}
+    assert outputs == {n for n, target in binding.written.items() if target.size >= WIDTH * WIDTH}
 
 
 def test_onnxruntime_optimizes_the_graph_as_without_it() -> None:
@@ -207,15 +216,17 @@ def test_onnxruntime_optimizes_the_graph_as_without_it() -> None:
     for early in (False, True):
         trained = session(model, optimizer_in_backward=early)
         trained.step(batches(1)[0])
-        (variant,) = trained._execution._caches[0]._general.variants  # type: ignore[union-attr]
-        assert variant._session is not None
-        levels.append(variant._session.get_session_options().graph_optimization_level)
+        assert [each.in_graph for each in trained.report().packed] == [early]
+        options = session_of(trained).get_session_options()
+        levels.append(options.graph_optimization_level)
     assert levels == [onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL] * 2
 
 
 def test_small_models_are_updated_as_before() -> None:
     trained = TrainingSession(build(), optimizer_in_backward=True)
-    assert not trained._execution._in_backward
+    report = trained.report()
+    assert not report.optimizer_in_backward
+    assert [each.in_graph for each in report.packed] == [True]
     trained.gradients(batches(1)[0])
 
 
@@ -223,24 +234,24 @@ def test_two_buffers_are_used_in_turn() -> None:
     """Lion reads its old mean after the new one could be there."""
     model = build("Lion")
     ordinary, early = session(model, optimizer_in_backward=False), session(model)
-    arrays = [a for p in early._execution._templates[0].packed for a in p.arrays.values()]
-    assert any(first is not second for first, second in arrays)
+    report = early.report()
+    packed = {name for each in report.packed for role in each.variables for name in role}
+    assert packed & set(report.in_turn) >= {f"w{number}.V" for number in range(DEPTH)}
     for batch in batches(3):
         ordinary.step(batch)
         early.step(batch)
     assert_equal(ordinary, early)
 
 
-def test_a_step_that_fails_says_that_variables_are_between_two_steps() -> None:
+def test_a_step_that_fails_says_that_variables_are_between_two_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trained = session(build())
     trained.step(batches(1)[0])
-    cached = trained._execution._caches[0]._general
-    assert cached is not None
-    for binding in cached.bindings[0]:
-        binding.session = None
-        binding.updates = [lambda feeds: 1 / 0]  # type: ignore[list-item, return-value]
-    with pytest.raises(ZeroDivisionError):
-        trained.step(batches(1)[0])
+    with monkeypatch.context() as failing:
+        failing.setattr(Binding, "update", lambda binding, feeds: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trained.step(batches(1)[0])
     with pytest.raises(ortops.OrtopsError, match="left the variables between two steps"):
         trained.step(batches(1)[0])
     trained.reset()

@@ -22,7 +22,6 @@ from running import run
 
 from ortops import ArgumentError, Tape, TrainingSession, build_training_model
 from ortops.execution.settings import Settings
-from ortops.execution.split import Group
 from ortops.optimizers import (
     LAMB,
     OPTIMIZERS,
@@ -505,28 +504,22 @@ def test_zero_gradients_from_the_start_stay_finite(name: str) -> None:
 # ------------------------------------------------------------------------------------- packing
 
 
-def groups_of(session: TrainingSession) -> list[Group]:
-    return [
-        packed.group for template in session._execution._templates for packed in template.packed
-    ]
-
-
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.packed])
 def test_rules_by_element_are_packed(name: str) -> None:
     """One formula for all parameters but the scalar, whose update stays in the graph."""
-    (group,) = groups_of(TrainingSession(build(CASES[name].optimizer)))
-    assert set(group.shapes) == set(SHAPES.values()) - {()}
-    assert len(group.updated) == 1 + len(CASES[name].optimizer.states)
+    (update,) = TrainingSession(build(CASES[name].optimizer)).report().packed
+    assert set(update.shapes) == set(SHAPES.values()) - {()}
+    assert len(update.variables) == 1 + len(CASES[name].optimizer.states)
 
 
 @pytest.mark.parametrize("optimizer", [LAMB(), Adafactor()], ids=["LAMB", "Adafactor"])
 def test_rules_by_parameter_stay_in_the_graph(optimizer: Optimizer) -> None:
-    assert groups_of(TrainingSession(build(optimizer))) == []
+    assert TrainingSession(build(optimizer)).report().packed == ()
 
 
 def test_what_muon_leaves_to_adamw_is_packed() -> None:
-    groups = groups_of(TrainingSession(build(Muon())))
-    assert ((3,), (2, 3, 2, 2)) in [group.shapes for group in groups]
+    packed = TrainingSession(build(Muon())).report().packed
+    assert ((3,), (2, 3, 2, 2)) in [update.shapes for update in packed]
 
 
 # ---------------------------------------------------------------------------------- in a file

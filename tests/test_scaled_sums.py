@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from internals import packed_of
 from training_models import classifier, labelled
 
 import ortops
 from ortops import TrainingSession
 from ortops.execution import split
-from ortops.execution.settings import Settings
+from ortops.execution.settings import PackedUpdate, Settings
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
 from ortops.passes import scaled_sums
 from ortops.passes.blocked.kernels import block_size
@@ -37,10 +38,9 @@ def session_of(optimizer: Any, *, scaled_sums: bool = True) -> TrainingSession:
     return TrainingSession(model, settings=Settings(joined=-1, scaled_sums=scaled_sums))
 
 
-def group_of(session: TrainingSession) -> split.Group:
-    (template,) = session._execution._templates
-    (packed,) = template.packed
-    return packed.group
+def update_of(session: TrainingSession) -> PackedUpdate:
+    (update,) = session.report().packed
+    return update
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,13 @@ def group_of(session: TrainingSession) -> split.Group:
     ids=str,
 )
 def test_which_sums(optimizer: Any, sums: int, others: str) -> None:
-    group = group_of(session_of(optimizer))
-    nodes = Counter(node.op_type for node in group.formula if node.op_type != "Constant")
+    session = session_of(optimizer)
+    update = update_of(session)
+    nodes = dict(update.operators)
     assert nodes.pop("ScaledSum") == sums
     assert nodes == Counter(others.split())
-    for index, value in group.next_values.items():
-        assert split.is_safe_in_place(group.formula.inputs[index], value)
+    names = {name for role in update.variables for name in role}
+    assert names <= set(session.report().in_place)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +73,8 @@ def test_which_sums(optimizer: Any, sums: int, others: str) -> None:
 )
 def test_steps_are_those_of_standard_operators(optimizer: Any) -> None:
     fused, plain = session_of(optimizer), session_of(optimizer, scaled_sums=False)
-    assert any(node.op_type == "ScaledSum" for node in group_of(fused).formula)
-    assert not any(node.op_type == "ScaledSum" for node in group_of(plain).formula)
+    assert "ScaledSum" in update_of(fused).operators
+    assert "ScaledSum" not in update_of(plain).operators
     for seed in range(5):
         batch = labelled((6,), seed=seed)
         assert fused.step(batch)["loss"] == pytest.approx(plain.step(batch)["loss"], rel=1e-5)
@@ -82,7 +83,8 @@ def test_steps_are_those_of_standard_operators(optimizer: Any) -> None:
 
 
 def test_a_sum_is_not_written_over_what_it_scales() -> None:
-    formula = group_of(session_of(Adam())).formula
+    (packed,) = packed_of(session_of(Adam()))
+    formula = packed.group.formula
     total = next(node for node in formula if node.op_type == "ScaledSum")
     scaled, _, added = total.inputs
     assert scaled is not None
@@ -92,8 +94,7 @@ def test_a_sum_is_not_written_over_what_it_scales() -> None:
 
 
 def test_which_kernel(kernel: str) -> None:
-    (template,) = session_of(SGD())._execution._templates
-    (packed,) = template.packed
+    (packed,) = packed_of(session_of(SGD()))
     assert packed.model(1).graph.num_nodes() <= 3  # with the gate
     assert kernel in [node.op_type for node in packed.model(1).graph]
 
@@ -113,4 +114,4 @@ def test_a_gated_sum_is_that_of_standard_operators(kernel: str) -> None:
 def test_without_any_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """onnxruntime before 1.31 on a machine without blocks."""
     monkeypatch.setattr(scaled_sums, "has_kernel", lambda: False)
-    assert not any(node.op_type == "ScaledSum" for node in group_of(session_of(SGD())).formula)
+    assert "ScaledSum" not in update_of(session_of(SGD())).operators

@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from internals import memory_of
 from onnx import numpy_helper
 from running import plain_session
 from training_models import (
@@ -37,7 +38,7 @@ from benchmarks.task import OPTIMIZERS as HYPERPARAMETERS
 from models.mlp import mlp
 from ortops import TrainingSession, optimizers
 from ortops.errors import FeedError, OrtopsError
-from ortops.execution import onnxruntime_sessions, packed, split, variant
+from ortops.execution import onnxruntime_sessions, packed, variant
 from ortops.execution.binding import Binding
 from ortops.execution.compilation import Call
 from ortops.execution.settings import Settings
@@ -144,11 +145,14 @@ def test_packed_updates(optimizer: Any, kernels: Any, way: str) -> None:
     )
     batches = [labelled((6,), seed=seed) for seed in range(4)]
     session = assert_trains_alike(model, batches, kernels=kernels, settings=WAYS[way])
-    (template,) = session._execution._templates
-    members = [len(each.group.shapes) for each in template.packed]
+    report = session.report()
+    members = [len(each.shapes) for each in report.packed]
     assert members == MEMBERS.get(optimizer, [3])
-    assert template.joined == (way == "joined" and kernels == "onnx")
-    assert any(each.rows > 1 for each in template.packed) == (way == "chunks" and members != [])
+    joined = way == "joined" and kernels == "onnx"
+    assert report.kernels == kernels
+    assert report.repeatable == joined
+    assert [each.in_graph for each in report.packed] == [joined] * len(members)
+    assert any(each.chunks > 1 for each in report.packed) == (way == "chunks" and members != [])
 
 
 def test_padding_does_not_count_as_size() -> None:
@@ -156,9 +160,9 @@ def test_padding_does_not_count_as_size() -> None:
     size = sum(array.size for array in initializers(affine().graph).values())
     batches = [affine_batch(seed=seed) for seed in range(2)]
     session = assert_trains_alike(model, batches, settings=Settings(joined=size))
-    assert session._execution._templates[0].joined
+    assert [each.in_graph for each in session.report().packed] == [True]
     session = assert_trains_alike(model, batches, settings=Settings(joined=size - 1))
-    assert not session._execution._templates[0].joined
+    assert [each.in_graph for each in session.report().packed] == [False]
 
 
 @every_way
@@ -188,14 +192,6 @@ def test_running_statistics_take_turns_with_packed_updates(way: str) -> None:
     assert_same_arrays(dict(resumed.state), dict(session.state))
 
 
-def formula_of(rule: Any) -> split.Group:
-    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer=rule)
-    session = TrainingSession(model)
-    (template,) = session._execution._templates
-    (update,) = template.packed
-    return update.group
-
-
 @pytest.mark.parametrize(
     ("optimizer", "safe"),
     [
@@ -214,14 +210,14 @@ def formula_of(rule: Any) -> split.Group:
     ids=lambda value: name_of(value) if not isinstance(value, dict) else "",
 )
 def test_what_is_safe_in_place(optimizer: Any, safe: dict[str, bool]) -> None:
-    group = formula_of(optimizer)
-    found = {
-        next(name for name in group.roles[index].names if name.startswith("w")): (
-            split.is_safe_in_place(group.formula.inputs[index], value)
-        )
-        for index, value in group.next_values.items()
-    }
+    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer=optimizer)
+    settings = Settings(joined=-1, scaled_sums=False)
+    report = TrainingSession(model, settings=settings).report()
+    (update,) = report.packed
+    names = [name for role in update.variables for name in role]
+    found = {name: name in report.in_place for name in names if name.startswith("w")}
     assert found == safe
+    assert {name: name not in report.in_turn for name in safe} == safe
 
 
 def test_a_wrong_answer_to_what_is_safe_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,9 +233,10 @@ def test_a_wrong_answer_to_what_is_safe_would_show(monkeypatch: pytest.MonkeyPat
 def test_safe_updates_are_made_in_place() -> None:
     model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
     session = TrainingSession(model, settings=APART)
-    before = session._execution.present("w")
+    before = memory_of(session, "w")
     session.step(affine_batch())
-    assert np.shares_memory(session._execution.present("w"), before)
+    assert np.shares_memory(memory_of(session, "w"), before)
+    assert {"w", "w.V", "w.H"} <= set(session.report().in_place)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no SIGALRM on Windows")
@@ -330,7 +327,7 @@ def test_run_steps_are_steps(optimizer: Any) -> None:
     one, several = TrainingSession(model), TrainingSession(model)
     expected = [one.step(batch)["loss"] for batch in batches]
     losses = several.run_steps(iter(batches))
-    assert several._execution.repeatable
+    assert several.report().repeatable
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     assert several.steps_done == 6
     for name, array in one.state.items():
@@ -357,7 +354,7 @@ def test_run_steps_of_a_model_that_is_not_small(kernels: Any) -> None:
     batches = [affine_batch(seed=seed) for seed in range(3)]
     expected = [one.step(batch)["loss"] for batch in batches]
     np.testing.assert_allclose(session.run_steps(batches), expected, rtol=1e-6)
-    assert not session._execution.repeatable
+    assert not session.report().repeatable
 
 
 def test_run_steps_of_nothing_and_of_what_does_not_fit() -> None:
@@ -386,8 +383,8 @@ def test_more_steps_than_fit_into_a_run() -> None:
 def test_gradients_that_are_fed(kernels: Any, way: str) -> None:
     work = works.Update(1500, tensors=3)  # 500 elements each: a chunk holds parts of two
     session = TrainingSession(work.trainable("Momentum"), kernels=kernels, settings=WAYS[way])
-    (update,) = session._execution._templates[0].packed
-    assert [role.fed for role in update.group.roles] == [False, True, False]
+    (update,) = session.report().packed
+    assert update.fed == tuple(f"{name}_gradient" for name in work.weights())
     batches, weights = work.batches(), work.weights()
     velocity = {name: np.zeros(500) for name in weights}
     chosen = HYPERPARAMETERS["Momentum"]

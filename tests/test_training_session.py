@@ -13,6 +13,7 @@ import onnx
 import onnxruntime
 import optimizer_oracle
 import pytest
+from internals import loaded_of, memory_of
 from onnx import TensorProto, helper, numpy_helper
 from running import plain_session, run, run_by_name
 from test_precision import half
@@ -955,14 +956,15 @@ def test_given_state_that_reset_computes_is_not_held(tmp_path: Path) -> None:
     first.step(wide)
     first.save(path)
     session = TrainingSession(path)
-    assert "fc1.weight" in session._loaded.given
-    assert not {"fc1.weight.V", "fc1.weight.H"} & session._loaded.given.keys()
+    loaded = loaded_of(session)
+    assert "fc1.weight" in loaded.given
+    assert not {"fc1.weight.V", "fc1.weight.H"} & loaded.given.keys()
     # What stands in for it is the present state, so that nothing that is written has the old one.
     session.step(wide)
     moment = session.state["fc1.weight.V"]
     assert not np.array_equal(moment, first.state["fc1.weight.V"])
-    tensors = {t.name: t for t in session._loaded.proto.training_info[0].algorithm.initializer}
-    held = session._loaded.light.array_of(tensors["fc1.weight.V"])
+    tensors = {t.name: t for t in loaded.proto.training_info[0].algorithm.initializer}
+    held = loaded.light.array_of(tensors["fc1.weight.V"])
     np.testing.assert_array_equal(held, moment)
     session.reset()
     assert not session.state["fc1.weight.V"].any()
@@ -972,8 +974,8 @@ def test_given_state_that_reset_computes_is_not_held(tmp_path: Path) -> None:
 def test_initial_state_of_a_given_model_is_not_kept() -> None:
     model = build_training_model(mlp((64, 32, 4)), loss="SoftmaxCrossEntropy", optimizer="Adam")
     session = TrainingSession(model)
-    held = session._loaded.light.data.values()
+    held = loaded_of(session).light.data.values()
     lent = [tensor for tensor in held if isinstance(tensor, external.Reference)]
     assert len(lent) == 2  # the moments of the big weight
-    arrays = [session._execution.present(name) for name in session.state]
+    arrays = [memory_of(session, name) for name in session.state]
     assert all(any(np.shares_memory(t.numpy(), a) for a in arrays) for t in lent)

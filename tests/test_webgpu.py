@@ -24,6 +24,7 @@ from ortops.cli import main
 from ortops.errors import UnsupportedError
 from ortops.execution.memory import DeviceArray
 from ortops.execution.settings import Settings
+from tests.internals import execution_of
 from tests.test_entries import rows, two_heads
 from tests.training_models import assert_same_arrays, classifier, labelled
 
@@ -131,9 +132,12 @@ def test_a_hundred_steps_equal_the_cpu(name: str) -> None:
 
 def test_variables_are_on_the_device() -> None:
     device, _ = pair(built())
-    memories = device._execution.memories()
+    report = device.report()
+    assert report.device == "webgpu"
+    memories = execution_of(device).memories()
     kinds = {n: m.value.device_name() for n, m in memories.items() if isinstance(m, DeviceArray)}
     assert set(kinds.values()) == {"webgpu"}
+    assert kinds.keys() == set(report.on_device)
     # The number of steps is int64, for which there are no kernels; it is where it is read.
     assert memories.keys() - kinds.keys() == {"step"}
     assert device.placement["Tanh"] == "WebGpuExecutionProvider"
@@ -196,9 +200,8 @@ def test_large_models_are_updated_in_place(tmp_path: Path) -> None:
         TrainingSession(model, providers=["webgpu"], settings=large),
         TrainingSession(model),
     )
-    for name, variable in device._execution.variables.items():
-        first, second = variable.buffers
-        assert first is second or not device.state[name].ndim
+    in_turn = device.report().in_turn
+    assert not any(device.state[name].ndim for name in in_turn), in_turn
     for _ in range(5):
         assert_close(device.step(BATCH), cpu.step(BATCH))
     np.testing.assert_allclose(device.run_steps([BATCH] * 3), cpu.run_steps([BATCH] * 3), rtol=1e-5)

@@ -19,6 +19,7 @@ import functools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,11 +30,11 @@ import onnxruntime
 from ortops.autodiff.registry import Rules
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.execution.compilation import has_compiler
-from ortops.execution.memory import Memory, fetch, give_back, hold, put_all
+from ortops.execution.memory import DeviceArray, Memory, fetch, give_back, hold, put_all
 from ortops.execution.onnxruntime_sessions import Sessions, UpdateKernels
 from ortops.execution.packed import Variable
 from ortops.execution.placement import PlacedNode, log_fallback
-from ortops.execution.settings import Settings
+from ortops.execution.settings import SessionReport, Settings
 from ortops.execution.shape_cache import Buffers, CachedStep, ShapeCache
 from ortops.execution.split_step import Differentiated, SplitStep
 from ortops.execution.step import Step
@@ -225,6 +226,39 @@ class Execution:
             return self.compiled
         found = (packed for each in self._templates for packed in each.compilable())
         return tuple(name for packed in found for name in packed.variables)
+
+    def report(self) -> SessionReport:
+        """Returns what was chosen for the steps, as they run now; makes nothing for it."""
+        self._changes.settle()
+        templates = [self._templates[number] for number in self._chosen]
+        caches = [self._caches[number] for number in self._chosen]
+        if self._overwrites:
+            split = self._shared.split_steps.get(0)
+            caches = [] if split is None else [split.gradients, split.apply]
+        found = [cache.nodes_made_last() for cache in caches]
+        nodes = None if None in found else [node for each in found for node in each or ()]
+        own = {name for number in self._chosen for name in self._templates[number].step.updates}
+        in_place = {n: _is_one(*self.variables[n].buffers) for n in self.variables if n in own}
+        compiled = tuple(name for name in self.compiled if name in own)
+        device = self._sessions.device
+        return SessionReport(
+            kernels="compiled" if compiled else self._sessions.kernels,
+            compiled=compiled,
+            packed=tuple(packed for template in templates for packed in template.report()),
+            in_place=tuple(name for name, is_one in in_place.items() if is_one),
+            in_turn=tuple(name for name, is_one in in_place.items() if not is_one),
+            device="cpu" if device is None else device.kind,
+            on_device=tuple(
+                name
+                for name, variable in self.variables.items()
+                if isinstance(variable.buffers[0], DeviceArray)
+            ),
+            optimizer_in_backward=self._in_backward,
+            repeatable=self.repeatable,
+            variants=tuple(shapes for cache in caches for shapes in cache.shapes),
+            operators=None if nodes is None else dict(Counter(node.operator for node in nodes)),
+            placement=None if nodes is None else {node.name: node.provider for node in nodes},
+        )
 
     def _log_compiled(self, level: int, when: str = "") -> None:
         standard = {n: why for template in self._templates for n, why in template.standard.items()}
@@ -759,6 +793,13 @@ def _check_in_backward(parts: int, sessions: Sessions) -> None:
         reason = "kernels='python'; use kernels='onnx'"
     if reason:
         raise UnsupportedError(f"optimizer_in_backward is not available with {reason}")
+
+
+def _is_one(first: Memory, second: Memory) -> bool:
+    """Whether the memory of a variable before and after a step is the same."""
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return first is second or np.may_share_memory(first, second)
+    return first is second
 
 
 def _shapes(feeds: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:

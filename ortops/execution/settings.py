@@ -1,16 +1,24 @@
-"""Settings of the execution of steps; the defaults were the fastest in measurements."""
+"""Settings of the execution of steps, and the report of what a session chose.
+
+The defaults were the fastest in measurements.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ortops.errors import ArgumentError, did_you_mean
 from ortops.execution.memory import Device
 from ortops.passes import Pass, passes_for
 
-__all__ = ["Settings"]
+__all__ = ["PackedUpdate", "SessionReport", "Settings"]
+
+_SHOWN = 6
+"""How many names a line of a report has."""
 
 
 def _cores() -> int:
@@ -82,3 +90,116 @@ class Settings:
             if name not in known:
                 raise ArgumentError(f"unknown pass '{name}'; {did_you_mean(name, known)}")
         return replace(self, passes=[each for each in self.passes if each.name not in names])
+
+
+@dataclass(frozen=True)
+class PackedUpdate:
+    """Variables that are contiguous in memory, and that one formula updates together.
+
+    Attributes:
+        variables: Their names, for each role (parameter, running mean of its gradients …), for
+            example ``(("w", "b"), ("w.V", "b.V"))``.
+        shapes: The shapes of these tensors, the same in each role.
+        chunks: The number of chunks that are updated one after the other, or by several threads.
+        in_graph: Whether the update is part of the graph that computes the gradients.
+        compiled: Whether the update is compiled code.
+        fed: The gradients that it takes from the batch.
+        operators: How often the formula has each operator. ``ScaledSum`` is a sum y + c · x that is
+            computed in one pass over memory.
+
+    Example:
+        >>> from models import line
+        >>> (update,) = line.session(optimizer="Momentum").report().packed
+        >>> update.variables, update.shapes, update.chunks, update.in_graph
+        ((('w',), ('w.V',)), ((1, 1),), 1, True)
+    """
+
+    variables: tuple[tuple[str, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    chunks: int
+    in_graph: bool
+    compiled: bool
+    fed: tuple[str, ...]
+    operators: Mapping[str, int]
+
+    def __str__(self) -> str:
+        """Describes the update in a line."""
+        size = sum(map(math.prod, self.shapes))
+        parts = [f"{size:,} element{'s' * (size != 1)}"]
+        parts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        parts += ["in the graph"] if self.in_graph else []
+        parts += ["compiled"] if self.compiled else []
+        names = [name for role in self.variables for name in role]
+        return f"updated together: {_listed(names)} ({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class SessionReport:
+    """What a session chose for its steps, as they run now; `dataclasses.asdict` makes plain data.
+
+    Attributes:
+        kernels: How updates are computed: ``"onnx"``, ``"python"``, or ``"compiled"`` if some are.
+        compiled: The variables with compiled updates.
+        packed: The groups of variables that are updated together. Other updates are nodes of the
+            graph.
+        in_place: The variables whose next values overwrite the present ones.
+        in_turn: The variables with two copies, which are read and written in turn.
+        device: Where variables are: ``"cpu"``, or the kind of a device with memory of its own.
+        on_device: The variables in the memory of that device.
+        optimizer_in_backward: Whether large variables are updated in the backward pass.
+        repeatable: Whether `TrainingSession.run_steps` makes several steps in one run.
+        variants: The shapes of batches that have graphs of their own, by input.
+        operators: How often the graph that was made last has each operator, with subgraphs; empty
+            while there is none. None if onnxruntime is too old to tell (see
+            `TrainingSession.placement`).
+        placement: The provider that runs each node of that graph; None as for ``operators``.
+
+    Example:
+        >>> from models import line
+        >>> report = line.session().report()
+        >>> report.kernels, report.device, report.in_turn, report.repeatable
+        ('onnx', 'cpu', ('w', 'step'), True)
+    """
+
+    kernels: str
+    compiled: tuple[str, ...]
+    packed: tuple[PackedUpdate, ...]
+    in_place: tuple[str, ...]
+    in_turn: tuple[str, ...]
+    device: str
+    on_device: tuple[str, ...]
+    optimizer_in_backward: bool
+    repeatable: bool
+    variants: tuple[Mapping[str, tuple[int, ...]], ...]
+    operators: Mapping[str, int] | None
+    placement: Mapping[str, str] | None
+
+    def __str__(self) -> str:
+        """Describes the session in a few lines."""
+        backward = ", in the backward pass" if self.optimizer_in_backward else ""
+        lines = [f"kernels: {self.kernels}{backward}", *map(str, self.packed)]
+        named = (
+            ("compiled", self.compiled),
+            ("in place", self.in_place),
+            ("two copies", self.in_turn),
+            (f"on {self.device}", self.on_device),
+        )
+        lines += [f"{label}: {_listed(names)}" for label, names in named if names]
+        lines += [f"a graph of its own: {_sizes(shapes)}" for shapes in self.variants]
+        if self.operators:
+            counts = Counter(self.operators).most_common()
+            shown = _listed([f"{name} × {count}" for name, count in counts])
+            lines.append(f"{sum(self.operators.values())} nodes: {shown}")
+        for provider, count in Counter((self.placement or {}).values()).most_common():
+            lines.append(f"{provider} runs {count}")
+        return "\n".join(lines)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """Returns the first texts of a list, and how many there are besides."""
+    more = len(texts) - _SHOWN
+    return ", ".join(texts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())

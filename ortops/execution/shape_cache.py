@@ -102,6 +102,17 @@ class ShapeCache:
         found = [variant.nodes for variant in variants]
         return None if None in found else [node for nodes in found for node in nodes or ()]
 
+    @property
+    def shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """The shapes of feeds that have a graph of their own."""
+        return [dict(key) for key, made in self._made.items() if made is not self._general]
+
+    def nodes_made_last(self) -> list[PlacedNode] | None:
+        """Returns the nodes of the graph that was made last; [] without one, None as in `nodes`."""
+        last = next(reversed(self._made.values()), self._general)
+        found = [each.nodes for each in (last.variants if last else self._variants)]
+        return None if None in found else [node for nodes in found for node in nodes or ()]
+
     def _make(self, shapes: Mapping[str, tuple[int, ...]] | None, buffers: Buffers) -> CachedStep:
         @pause_collection()
         def make() -> CachedStep:

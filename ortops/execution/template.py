@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from ortops.execution.cut import Cut, cut, next_values
 from ortops.execution.in_place import check_updates
 from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Packed
+from ortops.execution.settings import PackedUpdate
 from ortops.execution.sizes import bind_sizes, sizes_in
 from ortops.execution.split import Group, split
 from ortops.execution.step import Step
@@ -303,6 +305,23 @@ class Template:
                 if not packed.joined
             ]
         return self._updates
+
+    def report(self) -> list[PackedUpdate]:
+        """Returns what the packed updates are."""
+        return [
+            PackedUpdate(
+                variables=tuple(role.names for role in each.group.roles if role.updated),
+                shapes=each.group.shapes,
+                chunks=each.rows,
+                in_graph=each.joined,
+                compiled=each in self.translations,
+                fed=tuple(name for role in each.group.roles if role.fed for name in role.names),
+                operators=dict(
+                    Counter(n.op_type for n in each.group.formula if n.op_type != "Constant")
+                ),
+            )
+            for each in self.packed
+        ]
 
     def cut(self) -> tuple[Template, Template, Cut]:
         """Returns the gradient part and the update part of the step, on the same memory.

@@ -17,7 +17,7 @@ from ortops.arguments import renamed
 from ortops.errors import ArgumentError, OrtopsError
 from ortops.execution.execution import Execution
 from ortops.execution.onnxruntime_sessions import UpdateKernels
-from ortops.execution.settings import Settings
+from ortops.execution.settings import SessionReport, Settings
 from ortops.garbage_collection import pause_collection
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -261,6 +261,30 @@ class TrainingSession:
             {'CPUExecutionProvider'}
         """
         return {node.name: node.provider for node in self._execution.nodes()}
+
+    def report(self, *, entry: int | str | None = None) -> SessionReport:
+        """Returns what the session chose for its steps, as they run now.
+
+        That is how updates are computed, which variables are updated together and in place, in
+        which memory variables are, and which nodes a step has. It changes when updates are
+        compiled, and with graphs for other shapes of batches. It is read from what the session has,
+        and costs next to nothing. `dataclasses.asdict` makes plain data of it, ``str`` a text.
+
+        Args:
+            entry: The training_info entry to report on, by index or name; by default, all.
+
+        Raises:
+            OrtopsError: If there is no such entry.
+
+        Example:
+            >>> from models import line
+            >>> report = line.session().report()
+            >>> report.kernels, report.in_place, report.in_turn
+            ('onnx', (), ('w', 'step'))
+            >>> print(report.packed[0])
+            updated together: w (1 element, in the graph)
+        """
+        return self._only(entry)._execution.report()
 
     # ------------------------------------------------------------------------------- training
 

@@ -38,16 +38,12 @@ KINDS = {
 
 def feeds_of(session: ortops.TrainingSession) -> dict[str, Any]:
     """Returns zeros for what a session takes; shapes are guessed where they are unknown."""
-    declared = [*session._loaded.proto.graph.input]
-    declared += [v for info in session._loaded.proto.training_info for v in info.algorithm.input]
     feeds = {}
-    for value in declared:
-        if value.name in session.inputs:
-            tensor = value.type.tensor_type
-            dims = [dim.dim_value if dim.dim_value > 0 else 2 for dim in tensor.shape.dim]
-            kind = np.int64 if tensor.elem_type == 7 else np.float32
-            if np.prod(dims, dtype=float) < 2**20:
-                feeds[value.name] = np.zeros(dims, kind)
+    for name, value in session.inputs.items():
+        dims = [dim if isinstance(dim, int) and dim > 0 else 2 for dim in value.dims or ()]
+        kind = np.int64 if value.dtype == np.int64 else np.float32
+        if np.prod(dims, dtype=float) < 2**20:
+            feeds[name] = np.zeros(dims, kind)
     return feeds
 
 

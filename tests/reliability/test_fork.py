@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from attacks import KINDS, VICTIMS, run_code
+from internals import execution_of
 
 forks = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
 
@@ -48,7 +49,7 @@ def test_a_dropped_session_is_gone_at_once(
     elif used == "saved":
         session.save(tmp_path_factory.mktemp("dropped") / "saved.onnx")
         session.reset()
-    alive = weakref.ref(session), weakref.ref(session._execution)
+    alive = weakref.ref(session), weakref.ref(execution_of(session))
     del session
     assert [reference() for reference in alive] == [None, None]
 

@@ -1,0 +1,72 @@
+"""What tests read of a session that is not public, and that `TrainingSession.report` does not tell.
+
+It stands here and nowhere else, so that code can be moved without changes in many tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import onnxruntime
+
+from ortops import TrainingSession
+from ortops.execution.binding import Binding
+from ortops.execution.execution import Execution
+from ortops.execution.packed import Packed
+from ortops.execution.variant import Variant
+from ortops.training.loaded_model import LoadedModel
+
+__all__ = [
+    "binding_of",
+    "execution_of",
+    "graph_of",
+    "loaded_of",
+    "memory_of",
+    "packed_of",
+    "session_of",
+]
+
+
+def loaded_of(session: TrainingSession) -> LoadedModel:
+    """Returns the model in memory."""
+    return session._loaded
+
+
+def execution_of(session: TrainingSession) -> Execution:
+    """Returns what holds the variables and makes the steps."""
+    return session._execution
+
+
+def memory_of(session: TrainingSession, name: str) -> Any:
+    """Returns the present value of a variable in its own memory; `state` returns copies."""
+    return execution_of(session).present(name)
+
+
+def packed_of(session: TrainingSession) -> list[Packed]:
+    """Returns the packed updates, with their formulas."""
+    return [each for template in execution_of(session)._templates for each in template.packed]
+
+
+def graph_of(session: TrainingSession) -> ir.Graph:
+    """Returns the graph that steps run for batches of any shape."""
+    return _variant_of(session)._graph
+
+
+def session_of(session: TrainingSession) -> onnxruntime.InferenceSession:
+    """Returns the onnxruntime session that runs this graph."""
+    found = _variant_of(session)._session
+    assert found is not None
+    return found
+
+
+def binding_of(session: TrainingSession) -> Binding:
+    """Binds this graph to the memory of the variables, as for the first step."""
+    return _variant_of(session).bind(execution_of(session)._buffers_of(0)(0, 0), 0)
+
+
+def _variant_of(session: TrainingSession) -> Variant:
+    cached = execution_of(session)._caches[0]._general
+    assert cached is not None
+    (variant,) = cached.variants
+    return variant
