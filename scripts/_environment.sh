@@ -27,6 +27,16 @@ newest_python() {
     find_python
 }
 
+# Prints the time that this shell and what it started took: seconds since it started, and CPU-seconds.
+say_time() {
+    spent=$(mktemp) && times >"$spent"
+    awk -v name="$1" -v since="$(($(date +%s) - ${STARTED:-0}))" '
+        { gsub(/[ms]/, " "); total += $1 * 60 + $2 + $3 * 60 + $4 }
+        END { printf "%s: %d seconds, %d CPU-seconds\n", name, since, total }' "$spent"
+    rm -f "$spent"
+}
+STARTED=$(date +%s)
+
 # set_up_environment GROUPS: installs the project, editable, with these optional groups (a,b,c).
 #
 # .venv/fingerprint records the folder and pyproject.toml that the environment was created for. It is

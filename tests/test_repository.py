@@ -41,8 +41,15 @@ TOP_LEVEL = {
     "tests",
 }
 SCRIPTS = (
-    *(".ci/run", "scripts/demo", "scripts/distribution", "scripts/docs", "scripts/release"),
-    *("scripts/test", "scripts/web_demo", "scripts/web_environment", "scripts/webgpu_environment"),
+    *(".ci/run", "scripts/demo", "scripts/distribution", "scripts/docs", "scripts/nightly"),
+    *(
+        "scripts/measure_machine",
+        "scripts/release",
+        "scripts/test",
+        "scripts/web_demo",
+        "scripts/web_environment",
+        "scripts/webgpu_environment",
+    ),
 )
 # What other code may rely on; README.md describes them.
 CONTRACT = {
