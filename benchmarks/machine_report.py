@@ -263,9 +263,9 @@ _TABLES: Mapping[
 
 _NOTES: Mapping[str, str] = {
     "correctness": (
-        "20 steps, compared with the CPU in float32 without onnxruntime's optimizations. Differences "
-        "are relative to the largest loss and the largest parameter. Equal bits: a session that was "
-        "saved after 10 steps and opened again makes the same losses."
+        "20 steps, compared with the CPU in float32 without onnxruntime's optimizations. "
+        "Differences are relative to the largest loss and the largest parameter. Equal bits: a "
+        "session that was saved after 10 steps and opened again makes the same losses."
     ),
     "language": (
         "LoRA of rank 8 on all linear layers but lm_head, one row of text; the median step without "
@@ -273,8 +273,8 @@ _NOTES: Mapping[str, str] = {
         "libraries included."
     ),
     "speed": (
-        "Medians of interleaved rounds, with fused Adam in PyTorch, and the loss read in each step; "
-        "float32 without TF32."
+        "Medians of interleaved rounds, with fused Adam in PyTorch, and the loss read in each "
+        "step; float32 without TF32."
     ),
     "cores": (
         "On the CPU, as above. Two MPI ranks share the threads, and each takes half of the batch."
