@@ -117,6 +117,12 @@ def why_left_out(item: pytest.Item) -> str:
     return ""
 
 
+def wants_no_slow_tests(expression: str) -> bool:
+    """Returns whether the argument of -m certainly leaves out all slow tests."""
+    is_plain = not re.search(r"\bor\b|[()]", expression)
+    return is_plain and "not slow" in (part.strip() for part in expression.split(" and "))
+
+
 def leave_out_blocks(patch: pytest.MonkeyPatch) -> None:
     """Makes this a machine for which onnxruntime has no convolution kernels with blocks."""
     for module in (blocked, kernels, scaled_sums):
@@ -197,7 +203,7 @@ class Importable:
             return [LeftOut.from_parent(parent, path=file_path)]
         # To import a file, and what it compares with, takes longer than to read it.
         text = file_path.read_text(encoding="utf-8")
-        if parent.config.option.markexpr == "not slow" and ALL_SLOW.search(text):
+        if wants_no_slow_tests(parent.config.option.markexpr) and ALL_SLOW.search(text):
             return [LeftOut.from_parent(parent, path=file_path)]
         if ">>>" not in text:  # leaves out the collector of doctests
             collectors = [collector for collector in collectors if type(collector) is pytest.Module]
