@@ -59,10 +59,16 @@ def plain(base: Path) -> FineTuning:
     return FineTuning(base, rank=1)
 
 
+@pytest.fixture(scope="module", params=[32, 4])
+def shallow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `base`, of both precisions."""
+    return llama.write(tmp_path_factory.mktemp("base"), bits=request.param, layers=1)
+
+
 @pytest.fixture(scope="module")
-def untrained(folder: Path) -> FineTuning:
+def untrained(shallow: Path) -> FineTuning:
     """What tests share that change nothing of it, of both precisions."""
-    return FineTuning(folder)
+    return FineTuning(shallow)
 
 
 def start_of(base: Path, folder: Path) -> list[str]:
@@ -571,7 +577,7 @@ def test_onnxruntime_genai_serves_the_folder(folder: Path, tmp_path: Path) -> No
 
 
 def test_begin_with_an_adapter_of_another_precision(tmp_path: Path) -> None:
-    one, other = (llama.write(tmp_path / str(bits), bits=bits) for bits in (32, 4))
+    one, other = (llama.write(tmp_path / str(bits), bits=bits, layers=1) for bits in (32, 4))
     tuning = FineTuning(one, rank=2, targets=["q_proj", "v_proj"], learning_rate=0.01)
     tuning.fit(ROWS, epochs=2, progress=False)
     tuning.save(tmp_path / "tuned")
@@ -776,8 +782,8 @@ PAIRS = [
 ]
 
 
-def test_preferences_are_trained(folder: Path, untrained: FineTuning, tmp_path: Path) -> None:
-    tuning = FineTuning(folder, learning_rate=0.01, loss=ortops.losses.DPO(beta=0.5))
+def test_preferences_are_trained(shallow: Path, untrained: FineTuning, tmp_path: Path) -> None:
+    tuning = FineTuning(shallow, learning_rate=0.01, loss=ortops.losses.DPO(beta=0.5))
     before = tuning.evaluate(PAIRS)
     assert before == {
         "loss": pytest.approx(np.log(2), rel=1e-6),
@@ -797,8 +803,8 @@ def test_preferences_are_trained(folder: Path, untrained: FineTuning, tmp_path: 
         untrained.fit(PAIRS, progress=False)
 
 
-def test_forms_of_preferences_are_the_same(folder: Path) -> None:
-    tuning = FineTuning(folder, loss="DPO")
+def test_forms_of_preferences_are_the_same(shallow: Path) -> None:
+    tuning = FineTuning(shallow, loss="DPO")
     tuning.session.learning_rate = 0.0
     tokens = tuning.tokenizer.tokens
     end = tuning.tokenizer.end
@@ -850,8 +856,8 @@ def test_wrong_preferences(preferring: FineTuning, row: dict[str, Any], text: st
 # --------------------------------------------------------------------------- metrics and sampling
 
 
-def test_accuracy_and_exact_match(folder: Path) -> None:
-    tuning = FineTuning(folder, learning_rate=0.02)
+def test_accuracy_and_exact_match(shallow: Path) -> None:
+    tuning = FineTuning(shallow, learning_rate=0.02)
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ef", "completion": "gh"}]
     tuning.fit(rows, epochs=60, progress=False)
     found = tuning.evaluate(rows, exact_match=True)
