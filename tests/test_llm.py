@@ -42,7 +42,10 @@ SHARE_GPT = [
 ]
 
 
-@pytest.fixture(scope="module", params=[32, 4])
+BITS = [32, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=BITS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return llama.write(tmp_path_factory.mktemp("base"), bits=request.param)
 
@@ -59,7 +62,7 @@ def plain(base: Path) -> FineTuning:
     return FineTuning(base, rank=1)
 
 
-@pytest.fixture(scope="module", params=[32, 4])
+@pytest.fixture(scope="module", params=BITS)
 def shallow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as `base`, of both precisions."""
     return llama.write(tmp_path_factory.mktemp("base"), bits=request.param, layers=1)
@@ -168,7 +171,7 @@ def test_resume_in_the_middle_of_an_epoch(base: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.session.state[name], array)
 
 
-@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("every", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_interrupted_command_resumes_bit_for_bit(
     base: Path,
     whole: ortops.TrainingSession,

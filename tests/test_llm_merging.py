@@ -46,7 +46,7 @@ def logits(file: Path, adapter: Path | None = None) -> np.ndarray:
     return session.run(["logits"], feeds, options)[0]
 
 
-@pytest.fixture(scope="module", params=[32, 4])
+@pytest.fixture(scope="module", params=[pytest.param(32, marks=pytest.mark.slow), 4])
 def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tuned")
     base = llama.write(folder / "base", bits=request.param)

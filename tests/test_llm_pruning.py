@@ -42,8 +42,10 @@ def pruned(folder: Path, bits: int, layers: int = llama.LAYERS) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("bits", [32, 4])
-@pytest.mark.parametrize("targets", [None, ["lm_head", "o_proj"]])
+@pytest.mark.parametrize("bits", [32, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "targets", [["lm_head", "o_proj"], pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_pruned_files_train_like_whole_ones(
     bits: int, targets: list[str] | None, tmp_path: Path
 ) -> None:

@@ -260,7 +260,7 @@ def untrained(kind: str, opened: Callable[[str], FineTuning]) -> FineTuning:
     return opened(kind)
 
 
-@pytest.fixture(scope="module", params=["split", pytest.param("merged", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["split", "merged"])
 def folder(
     request: pytest.FixtureRequest, split_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
@@ -335,6 +335,7 @@ def in_peft(model: Any, session: ortops.TrainingSession) -> Any:
     return adapted
 
 
+@pytest.mark.slow
 @pytest.mark.optional("peft", "llm")
 def test_trains_as_peft_does_and_is_served(folder: Path, kind: str, tmp_path: Path) -> None:
     import torch
@@ -415,6 +416,7 @@ def greedy_in_onnxruntime(folder: Path, row: dict[str, Any], count: int, config:
     return found
 
 
+@pytest.mark.slow
 def test_merged_decoder_alone(tmp_path: Path) -> None:
     import torch
 
