@@ -171,6 +171,7 @@ def test_a_clone_is_not_fitted(iris):
     assert copy.get_params()["epochs"] == 2
 
 
+@pytest.mark.slow  # it starts processes
 def test_a_search_with_processes(iris):
     from sklearn.model_selection import GridSearchCV
 
