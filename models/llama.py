@@ -40,24 +40,25 @@ _TEMPLATE = (
 )
 
 
-def write(folder: str | Path, *, bits: int = 32, seed: int = 0) -> Path:
+def write(folder: str | Path, *, bits: int = 32, seed: int = 0, layers: int = LAYERS) -> Path:
     """Writes a folder that onnxruntime-genai opens.
 
     Args:
         folder: The folder, which is created.
         bits: The bits of a weight: 32, or 4 in blocks of 32 (MatMulNBits).
         seed: The seed of the weights.
+        layers: The number of layers.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     onnx.save_model(
-        llama(bits=bits, seed=seed),
+        llama(bits=bits, seed=seed, layers=layers),
         path / "model.onnx",
         save_as_external_data=True,
         location="model.onnx.data",
         size_threshold=256,
     )
-    _write_json(path / "genai_config.json", _genai_config())
+    _write_json(path / "genai_config.json", _genai_config(layers))
     write_tokenizer(path)
     return path
 
@@ -70,7 +71,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
 
 
-def llama(*, bits: int = 32, seed: int = 0) -> onnx.ModelProto:
+def llama(*, bits: int = 32, seed: int = 0, layers: int = LAYERS) -> onnx.ModelProto:
     """Returns the model; see `write`."""
     generator = np.random.default_rng(seed)
     nodes: list[onnx.NodeProto] = []
@@ -120,7 +121,7 @@ def llama(*, bits: int = 32, seed: int = 0) -> onnx.ModelProto:
     stored["model.embed_tokens.weight"] = embedding
     x = node("Gather", ["model.embed_tokens.weight", "input_ids"], "/model/embed_tokens/Gather")
     x, y = norm([x], "model.layers.0.input_layernorm")
-    for layer in range(LAYERS):
+    for layer in range(layers):
         scope = f"model.layers.{layer}"
         qkv = linear(y, f"{scope}.attn.qkv_proj", HIDDEN, (HEADS + 2 * PAIRS) * SIZE)
         past = [f"past_key_values.{layer}.{kind}" for kind in ("key", "value")]
@@ -137,12 +138,12 @@ def llama(*, bits: int = 32, seed: int = 0) -> onnx.ModelProto:
         gate = node("Mul", [gate, sigmoid], f"/model/layers.{layer}/mlp/act_fn/Mul")
         y = node("Mul", [gate, up], f"/model/layers.{layer}/mlp/Mul")
         y = linear(y, f"{scope}.mlp.down_proj", WIDE, HIDDEN)
-        is_last = layer + 1 == LAYERS
+        is_last = layer + 1 == layers
         after = "final_norm_layernorm" if is_last else "input_layernorm"
         x, y = norm([x, y], f"model.layers.{layer + 1}.{after}")
     linear(y, "lm_head", HIDDEN, WORDS)
     nodes[-1].output[0] = "logits"
-    return _model(nodes, stored)
+    return _model(nodes, stored, layers)
 
 
 @functools.cache
@@ -156,13 +157,13 @@ def fine_tuning() -> FineTuning:
 _MICROSOFT = ("GroupQueryAttention", "MatMulNBits", "SkipSimplifiedLayerNormalization")
 
 
-def _model(nodes: list[onnx.NodeProto], stored: dict[str, Array]) -> onnx.ModelProto:
+def _model(nodes: list[onnx.NodeProto], stored: dict[str, Array], layers: int) -> onnx.ModelProto:
     cache = ("batch_size", PAIRS, "{}_sequence_length", "kv_cache_dim")
     floats, integers = TensorProto.FLOAT, TensorProto.INT64
 
     def caches(kind: str, which: str) -> list[onnx.ValueInfoProto]:
         shape = [each.format(which) if isinstance(each, str) else each for each in cache]
-        names = [f"{kind}.{n}.{what}" for n in range(LAYERS) for what in ("key", "value")]
+        names = [f"{kind}.{n}.{what}" for n in range(layers) for what in ("key", "value")]
         return [helper.make_tensor_value_info(name, floats, shape) for name in names]
 
     sized = {"input_ids": "sequence_length", "attention_mask": "total_sequence_length"}
@@ -190,7 +191,7 @@ def _quantized(values: Array) -> tuple[Array, Array]:
     return whole[..., ::2] | whole[..., 1::2] << 4, scales
 
 
-def _genai_config() -> dict[str, Any]:
+def _genai_config(layers: int) -> dict[str, Any]:
     decoder = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
         "filename": "model.onnx",
@@ -208,7 +209,7 @@ def _genai_config() -> dict[str, Any]:
             "present_value_names": "present.%d.value",
         },
         "num_attention_heads": HEADS,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "num_key_value_heads": PAIRS,
     }
     special = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}

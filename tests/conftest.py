@@ -1,9 +1,11 @@
 """Settings that hold for every test, and what is left out where something optional is missing."""
 
+import functools
 import gc
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import signal
 from collections import Counter
@@ -47,6 +49,9 @@ FILES = {
 }
 """Files that import optional packages at their top, and these packages."""
 
+ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTILINE)
+"""What says that all tests of a file are slow."""
+
 TORCH = "comparisons with PyTorch left out: torch is not installed (./scripts/test --compare)"
 SKLEARN = "models of scikit-learn left out: skl2onnx is not installed (./scripts/test --compare)"
 FETCHED = "models of others left out: not there (python scripts/fetch_models.py)"
@@ -60,10 +65,12 @@ tests_left_out = pytest.StashKey[Counter[str]]()
 files_left_out = pytest.StashKey[dict[str, list[str]]]()
 
 
+@functools.cache
 def is_missing(package: str) -> bool:
     return importlib.util.find_spec(package) is None
 
 
+@functools.cache
 def unmet(requirement: str) -> str:
     """Returns which version of a package tests need that is not installed, in words; else nothing.
 
@@ -82,30 +89,38 @@ def unmet(requirement: str) -> str:
 
 def why_left_out(item: pytest.Item) -> str:
     """Returns what a test needs that is not there, as the summary says it; else nothing."""
-    if item.get_closest_marker("torch") and is_missing("torch"):
+    marks: dict[str, list[pytest.Mark]] = {}
+    for mark in item.iter_markers():  # once: there are twenty thousand tests
+        marks.setdefault(mark.name, []).append(mark)
+    if "torch" in marks and is_missing("torch"):
         return TORCH
-    if item.get_closest_marker("sklearn") and is_missing("skl2onnx"):
+    if "sklearn" in marks and is_missing("skl2onnx"):
         return SKLEARN
-    if item.get_closest_marker("c") and not (LIBRARY and shutil.which("cc")):
+    if "c" in marks and not (LIBRARY and shutil.which("cc")):
         return C
-    if item.get_closest_marker("webgpu") and (reason := webgpu.prepare()):
+    if "webgpu" in marks and (reason := webgpu.prepare()):
         return reason
-    in_page = item.get_closest_marker("browser")
-    if in_page or item.get_closest_marker("javascript"):
+    if "browser" in marks or "javascript" in marks:
         if not (PACKAGES.exists() and shutil.which("node")):
             return JAVASCRIPT
-        if in_page and not shutil.which("chromium"):
+        if "browser" in marks and not shutil.which("chromium"):
             return BROWSER
-    for mark in item.iter_markers("optional"):
+    for mark in marks.get("optional", ()):
         package, group = mark.args
         if is_missing(package):
             return f"tests of {package} left out: not installed (pip install ortops[{group}])"
-    for reason in (unmet(mark.args[0]) for mark in item.iter_markers("needs")):
-        if reason:
+    for mark in marks.get("needs", ()):
+        if reason := unmet(mark.args[0]):
             return reason
-    if any(not Path(mark.args[0]).exists() for mark in item.iter_markers("fetched")):
+    if any(not Path(mark.args[0]).exists() for mark in marks.get("fetched", ())):
         return FETCHED
     return ""
+
+
+def wants_no_slow_tests(expression: str) -> bool:
+    """Returns whether the argument of -m certainly leaves out all slow tests."""
+    is_plain = not re.search(r"\bor\b|[()]", expression)
+    return is_plain and "not slow" in (part.strip() for part in expression.split(" and "))
 
 
 def leave_out_blocks(patch: pytest.MonkeyPatch) -> None:
@@ -177,14 +192,22 @@ class Importable:
     def pytest_collect_file(
         self, file_path: Path, parent: pytest.Collector
     ) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
-        """Leaves out files that cannot be imported."""
+        """Leaves out files that cannot be imported, or that nothing is wanted of."""
         collectors = yield
-        missing = [package for package in FILES.get(file_path.name, ()) if is_missing(package)]
-        if not missing:
+        if not collectors:
             return collectors
-        if file_path.name.startswith("test_"):
-            parent.config.stash[files_left_out][file_path.name] = missing
-        return [LeftOut.from_parent(parent, path=file_path)]
+        missing = [package for package in FILES.get(file_path.name, ()) if is_missing(package)]
+        if missing:
+            if file_path.name.startswith("test_"):
+                parent.config.stash[files_left_out][file_path.name] = missing
+            return [LeftOut.from_parent(parent, path=file_path)]
+        # To import a file, and what it compares with, takes longer than to read it.
+        text = file_path.read_text(encoding="utf-8")
+        if wants_no_slow_tests(parent.config.option.markexpr) and ALL_SLOW.search(text):
+            return [LeftOut.from_parent(parent, path=file_path)]
+        if ">>>" not in text:  # leaves out the collector of doctests
+            collectors = [collector for collector in collectors if type(collector) is pytest.Module]
+        return collectors or [LeftOut.from_parent(parent, path=file_path)]
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that only what was asked for is counted

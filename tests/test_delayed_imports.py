@@ -38,8 +38,8 @@ def printed(code: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_a_session_does_not_load_it() -> None:
-    code = """
+def test_a_session_does_not_load_it_and_arithmetic_does() -> None:
+    session = """
 import numpy as np, ortops
 from ortops import Tape, op
 with Tape(name="dense") as tape:
@@ -49,48 +49,26 @@ model = ortops.build_training_model(tape.model(), loss="SoftmaxCrossEntropy", op
 session = ortops.TrainingSession(model)
 session.step({"x": np.ones((4, 2), np.float32), "labels": np.zeros(4, np.int64)})
 """
-    assert printed(code + LOADED) == ["False"]
-
-
-def test_arithmetic_loads_it() -> None:
-    code = """
-import ortops
+    arithmetic = """
 import onnx_ir
 total = onnx_ir.SymbolicDim("n") + 1
 print(total.evaluate({"n": 4}))
 """
-    assert printed(code + LOADED) == ["5", "True"]
-
-
-def test_an_expression_is_a_dimension() -> None:
-    code = """
-import ortops
-import onnx_ir
-import sympy
-print(onnx_ir.SymbolicDim(2 * sympy.Symbol("n")).evaluate({"n": 4}))
-try:
-    onnx_ir.SymbolicDim(4)
-except TypeError:
-    print("refused")
-"""
-    assert printed(code) == ["8", "refused"]
-
-
-def test_an_import_of_its_own_is_not_delayed() -> None:
-    code = """
-import ortops
-import onnx_ir
-import sympy
-"""
-    assert printed(code + LOADED) == ["True"]
+    assert printed(session + LOADED + arithmetic + LOADED) == ["False", "5", "True"]
 
 
 @pytest.mark.parametrize("first", ["ortops, onnx_ir, sympy", "sympy, ortops, onnx_ir"])
 def test_others_get_the_module_itself(first: str) -> None:
-    """With submodules, reloading and pickling."""
+    """At once, with submodules, reloading and pickling; and an expression of it is a dimension."""
     code = f"""
 import {first}
+{LOADED}
 import importlib, pickle, sys, types
+print(onnx_ir.SymbolicDim(2 * sympy.Symbol("n")).evaluate({{"n": 4}}))
+try:
+    onnx_ir.SymbolicDim(4)
+except TypeError:
+    print("refused")
 from sympy.abc import x
 print((x + x).subs(x, sympy.Integer(3)))
 print(sys.modules["sympy"] is sympy and type(sympy) is types.ModuleType)
@@ -98,7 +76,7 @@ print(importlib.reload(sympy) is sympy)
 print(pickle.loads(pickle.dumps(x)) == x)
 print(onnx_ir._core.sympy.Expr is sympy.Expr)
 """
-    assert printed(code) == ["6", "True", "True", "True", "True"]
+    assert printed(code) == ["True", "8", "refused", "6", "True", "True", "True", "True"]
 
 
 def test_source_and_reloading_of_the_user() -> None:
@@ -143,6 +121,7 @@ def directly():
     assert printed(code + THREADS) == ["5"] * 4 + ["6"] * 4
 
 
+@pytest.mark.slow
 def test_torch_and_a_thread_use_it_first() -> None:
     pytest.importorskip("torch")
     code = """

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +17,7 @@ from running import plain_session, run_by_name
 
 import ortops
 from ortops import Tape, Tensor, derivatives, op
+from ortops.cli import main
 
 DOMAIN = "ai.onnx.preview.training"
 Array = np.ndarray[Any, Any]
@@ -939,11 +938,11 @@ def test_the_step_graph_of_products_with_a_hessian() -> None:
     )
 
 
-def test_check_shows_derivatives(tmp_path: Path) -> None:
+def test_check_shows_derivatives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "jacobian.onnx"
     onnx.save(derivatives.jacobian(layer(np.float32)), path)
-    command = [sys.executable, "-m", "ortops", "check", "--json", str(path)]
-    told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert main(["check", "--json", str(path)]) == 0
+    told = json.loads(capsys.readouterr().out)
     assert "d_y_d_x" in json.dumps(told)
     assert "the model has Gradient nodes of its own" in json.dumps(told)
 

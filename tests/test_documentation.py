@@ -118,6 +118,7 @@ def test_pages_of_the_package_need_nothing_else() -> None:
                 assert file.is_relative_to(DOCS), f"{page}: {target}"
 
 
+@pytest.mark.slow  # it starts a process that imports all modules
 def test_the_reference_is_written_from_the_docstrings(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "reference.py"
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import zlib
 from collections.abc import Mapping
@@ -101,8 +103,16 @@ class Driver:
 
 
 def trainable(model: str = "normalizing", **settings: Any) -> onnx.ModelProto:
+    """Returns a model to train; without settings, a copy of one that is built once."""
+    if not settings:
+        return copy.deepcopy(_with_adam(model))
     make, loss, _ = MODELS[model]
     return build_training_model(make(), loss=loss, **{"optimizer": "Adam", **settings})
+
+
+@functools.cache
+def _with_adam(model: str) -> onnx.ModelProto:
+    return trainable(model, optimizer="Adam")
 
 
 def batches(model: str = "normalizing", steps: int = 4) -> list[Arrays]:

@@ -42,14 +42,52 @@ SHARE_GPT = [
 ]
 
 
-@pytest.fixture(scope="module", params=[32, 4])
+BITS = [32, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=BITS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return llama.write(tmp_path_factory.mktemp("base"), bits=request.param)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama.write(tmp_path_factory.mktemp("base"))
+    """A folder for what does not depend on the model: with one layer, building takes half."""
+    return llama.write(tmp_path_factory.mktemp("base"), layers=1)
+
+
+@pytest.fixture(scope="module")
+def plain(base: Path) -> FineTuning:
+    """What tests share that change nothing of it."""
+    return FineTuning(base, rank=1)
+
+
+@pytest.fixture(scope="module", params=BITS)
+def shallow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `base`, of both precisions."""
+    return llama.write(tmp_path_factory.mktemp("base"), bits=request.param, layers=1)
+
+
+@pytest.fixture(scope="module")
+def untrained(shallow: Path) -> FineTuning:
+    """What tests share that change nothing of it, of both precisions."""
+    return FineTuning(shallow)
+
+
+def start_of(base: Path, folder: Path) -> list[str]:
+    """Writes `ROWS` to a file and returns a command that tunes with them."""
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    return ["tune", str(base), str(rows), "--rank", "2", "--batch-size", "2", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> ortops.TrainingSession:
+    """The session after three epochs of a command that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    saved = str(folder / "tuned")
+    assert main([*start_of(base, folder), "--epochs", "3", "--save", saved]) == 0
+    return FineTuning.load(saved).session
 
 
 def served(folder: Path, tokens: list[int], *, active: bool) -> np.ndarray:
@@ -133,16 +171,17 @@ def test_resume_in_the_middle_of_an_epoch(base: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.session.state[name], array)
 
 
-@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("every", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_interrupted_command_resumes_bit_for_bit(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None
+    base: Path,
+    whole: ortops.TrainingSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    every: int | None,
 ) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
-    start = ["tune", str(base), str(rows), "--rank", "2", "--batch-size", "2", "--quiet"]
+    start = start_of(base, tmp_path)
     start += [] if every is None else ["--checkpoint-steps", str(every)]
-    whole, part = str(tmp_path / "whole"), str(tmp_path / "part")
-    assert main([*start, "--epochs", "3", "--save", whole]) == 0
+    part = str(tmp_path / "part")
 
     class Interrupted(ortops.callbacks.Callback):
         def on_step(self, record: Any, session: Any) -> None:
@@ -159,9 +198,9 @@ def test_an_interrupted_command_resumes_bit_for_bit(
         assert main([*start, "--epochs", "3", "--save", part]) == 130
     assert FineTuning.load(part).session.steps_done == 3
     assert main([*start, "--epochs", "3", "--save", part, "--resume"]) == 0
-    expected, found = FineTuning.load(whole).session, FineTuning.load(part).session
-    assert found.steps_done == expected.steps_done
-    for name, array in expected.state.items():
+    found = FineTuning.load(part).session
+    assert found.steps_done == whole.steps_done
+    for name, array in whole.state.items():
         np.testing.assert_array_equal(found.state[name], array)
 
 
@@ -176,9 +215,10 @@ def test_load_without_the_state_of_the_training(base: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.torch
-def test_the_loss_is_that_of_torch(base: Path) -> None:
+def test_the_loss_is_that_of_torch(tmp_path: Path) -> None:
     import torch
 
+    base = llama.write(tmp_path)
     tuning = FineTuning(base, rank=4)
     weights = {
         tensor.name: torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
@@ -309,11 +349,11 @@ def test_data_sets_of_hugging_face(base: Path) -> None:
 
 @pytest.mark.optional("tokenizers", "llm")
 @pytest.mark.optional("jinja2", "llm")
-def test_an_unknown_speaker_of_a_conversation(base: Path) -> None:
+def test_an_unknown_speaker_of_a_conversation(plain: FineTuning) -> None:
     rows = [{"conversations": [*SHARE_GPT, {"from": "bing", "value": "no"}]}]
     expected = "'from' must be one of human, gpt, system, user, assistant, tool, got 'bing'"
     with pytest.raises(FeedError, match=expected):
-        FineTuning(base, rank=1).fit(rows, progress=False)
+        plain.fit(rows, progress=False)
 
 
 def test_a_fraction_of_the_rows_is_held_out(
@@ -393,7 +433,7 @@ def test_wrong_arguments(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ortops.ModelError, match=r"its model has no adapter; begin with"):
         FineTuning.load(base)
     tuning = FineTuning(base / "model.onnx", rank=1, targets=["*o_proj*"])
-    assert len(tuning.session.parameters) == 2 * llama.LAYERS
+    assert len(tuning.session.parameters) == 2
     with pytest.raises(ortops.ArgumentError, match="train_on must be"):
         tuning.fit(ROWS, train_on="user")
     with pytest.raises(ortops.ArgumentError, match="batch_size must be an integer >= 1, got 0"):
@@ -489,7 +529,7 @@ def test_settings_of_onnxruntime_genai_are_written(base: Path, tmp_path: Path) -
         "model_type": "llama",
         "num_attention_heads": llama.HEADS,
         "num_key_value_heads": llama.PAIRS,
-        "num_hidden_layers": llama.LAYERS,
+        "num_hidden_layers": 1,
         "hidden_size": llama.HIDDEN,
         "vocab_size": llama.WORDS,
         "max_position_embeddings": llama.CONTEXT,
@@ -540,7 +580,7 @@ def test_onnxruntime_genai_serves_the_folder(folder: Path, tmp_path: Path) -> No
 
 
 def test_begin_with_an_adapter_of_another_precision(tmp_path: Path) -> None:
-    one, other = (llama.write(tmp_path / str(bits), bits=bits) for bits in (32, 4))
+    one, other = (llama.write(tmp_path / str(bits), bits=bits, layers=1) for bits in (32, 4))
     tuning = FineTuning(one, rank=2, targets=["q_proj", "v_proj"], learning_rate=0.01)
     tuning.fit(ROWS, epochs=2, progress=False)
     tuning.save(tmp_path / "tuned")
@@ -563,7 +603,7 @@ def test_begin_with_an_adapter_of_another_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.optional("pyarrow", "tables")
-def test_rows_of_parquet_and_of_json_lines_are_the_same(base: Path, tmp_path: Path) -> None:
+def test_rows_of_parquet_and_of_json_lines_are_the_same(plain: FineTuning, tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -573,16 +613,15 @@ def test_rows_of_parquet_and_of_json_lines_are_the_same(base: Path, tmp_path: Pa
     ]
     columns = {n: [row.get(n) for row in rows] for n in ("messages", "prompt", "completion")}
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
-    tuning = FineTuning(base, rank=1)
-    expected = tuning.evaluate(rows)
-    assert tuning.evaluate(tmp_path / "rows.parquet") == expected
+    expected = plain.evaluate(rows)
+    assert plain.evaluate(tmp_path / "rows.parquet") == expected
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     with pytest.raises(FeedError, match=r"bad.parquet': invalid Parquet: "):
-        tuning.evaluate(tmp_path / "bad.parquet")
+        plain.evaluate(tmp_path / "bad.parquet")
 
 
 def test_the_first_batch_is_shown(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path, plain: FineTuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
@@ -593,7 +632,7 @@ def test_the_first_batch_is_shown(
         "row 1: 8 tokens, 3 trained\n<|user|>hi<|end|><|assistant|>«ho<|end|>»\n"
         "row 2: 3 tokens, 2 trained\na«b<|end|>»"
     )
-    assert FineTuning(base, rank=1).show(rows, batch_size=2) == expected
+    assert plain.show(rows, batch_size=2) == expected
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert main(["tune", str(base), str(file), "--show", "--batch-size", "2"]) == 0
@@ -639,9 +678,9 @@ def test_training_by_length_resumes(base: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.session.state[name], array)
 
 
-def test_padding_on_the_left(base: Path, tmp_path: Path) -> None:
+def test_padding_on_the_left(plain: FineTuning, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="padding must be 'right', as GroupQueryAttention node"):
-        FineTuning(base, rank=1).fit([[1, 2]], padding="left", progress=False)
+        plain.fit([[1, 2]], padding="left", progress=False)
     with Tape(name="bigrams") as tape:
         ids = tape.input("input_ids", np.int64, ["batch", "time"])
         table = np.random.default_rng(0).standard_normal((9, 4)).astype(np.float32)
@@ -746,8 +785,8 @@ PAIRS = [
 ]
 
 
-def test_preferences_are_trained(folder: Path, tmp_path: Path) -> None:
-    tuning = FineTuning(folder, learning_rate=0.01, loss=ortops.losses.DPO(beta=0.5))
+def test_preferences_are_trained(shallow: Path, untrained: FineTuning, tmp_path: Path) -> None:
+    tuning = FineTuning(shallow, learning_rate=0.01, loss=ortops.losses.DPO(beta=0.5))
     before = tuning.evaluate(PAIRS)
     assert before == {
         "loss": pytest.approx(np.log(2), rel=1e-6),
@@ -764,11 +803,11 @@ def test_preferences_are_trained(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FeedError, match="data: for DPO, each row must have chosen and rejected"):
         again.fit([{"text": "hi"}], progress=False)
     with pytest.raises(FeedError, match=r"need loss=ortops.losses.DPO\(\)"):
-        FineTuning(folder).fit(PAIRS, progress=False)
+        untrained.fit(PAIRS, progress=False)
 
 
-def test_forms_of_preferences_are_the_same(folder: Path) -> None:
-    tuning = FineTuning(folder, loss="DPO")
+def test_forms_of_preferences_are_the_same(shallow: Path) -> None:
+    tuning = FineTuning(shallow, loss="DPO")
     tuning.session.learning_rate = 0.0
     tokens = tuning.tokenizer.tokens
     end = tuning.tokenizer.end
@@ -797,6 +836,12 @@ def nudge(tuning: FineTuning) -> None:
             tuning.session.state[name] = 0.1 * noise
 
 
+@pytest.fixture(scope="module")
+def preferring(base: Path) -> FineTuning:
+    """What tests share that change nothing of it."""
+    return FineTuning(base, rank=1, loss="DPO")
+
+
 @pytest.mark.parametrize(
     ("row", "text"),
     [
@@ -805,16 +850,17 @@ def nudge(tuning: FineTuning) -> None:
         ({"prompt": [1], "chosen": [], "rejected": [2]}, "row 1 has an empty answer"),
     ],
 )
-def test_wrong_preferences(folder: Path, row: dict[str, Any], text: str) -> None:
+def test_wrong_preferences(preferring: FineTuning, row: dict[str, Any], text: str) -> None:
     with pytest.raises(FeedError, match=text):
-        FineTuning(folder, loss="DPO").fit([row], progress=False)
+        preferring.fit([row], progress=False)
+    assert preferring.session.steps_done == 0
 
 
 # --------------------------------------------------------------------------- metrics and sampling
 
 
-def test_accuracy_and_exact_match(folder: Path) -> None:
-    tuning = FineTuning(folder, learning_rate=0.02)
+def test_accuracy_and_exact_match(shallow: Path) -> None:
+    tuning = FineTuning(shallow, learning_rate=0.02)
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ef", "completion": "gh"}]
     tuning.fit(rows, epochs=60, progress=False)
     found = tuning.evaluate(rows, exact_match=True)
@@ -825,8 +871,8 @@ def test_accuracy_and_exact_match(folder: Path) -> None:
     assert 0 < other["accuracy"] < 1
 
 
-def test_sampling(folder: Path) -> None:
-    tuning = FineTuning(folder)
+def test_sampling(untrained: FineTuning) -> None:
+    tuning = untrained
     greedy = tuning.generate([65, 66], max_new_tokens=8)
     draws = {
         tuple(tuning.generate([65, 66], max_new_tokens=8, temperature=2.0, seed=seed))

@@ -52,7 +52,7 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_generation_that_onnxruntime_refuses(tmp_path: Path) -> None:
-    folder = llama.write(tmp_path)
+    folder = llama.write(tmp_path, layers=1)
     with pytest.raises(ArgumentError, match=f"prompt: tokens must be < {llama.WORDS}, got 999"):
         FineTuning(folder, rank=1).generate([999])
     model = onnx.load(folder / "model.onnx")
@@ -69,7 +69,7 @@ def test_generation_that_onnxruntime_refuses(tmp_path: Path) -> None:
 
 
 def test_normalizations_alone(tmp_path: Path) -> None:
-    folder = llama.write(tmp_path, bits=4)
+    folder = llama.write(tmp_path, bits=4, layers=1)
     assert not check_folder(folder).said  # the embedding is a float matrix
     model = onnx.load(folder / "model.onnx")
     for tensor in model.graph.initializer:
@@ -84,7 +84,7 @@ def test_normalizations_alone(tmp_path: Path) -> None:
 
 
 def test_memory_and_time_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    llama.write(tmp_path, bits=4)
+    llama.write(tmp_path, bits=4, layers=1)
     assert main(["check", str(tmp_path), "--measure", "2x16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)[0]["measured"]
     assert (found["rows"], found["tokens"], found["steps"]) == (2, 16, 3)
@@ -101,7 +101,7 @@ def test_memory_and_time_are_measured(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_model_with_problems_is_not_measured(tmp_path: Path) -> None:
-    llama.write(tmp_path)
+    llama.write(tmp_path, layers=1)
     model = onnx.load(tmp_path / "model.onnx")
     model.graph.output[0].name = "scores"
     next(n for n in model.graph.node if "logits" in n.output).output[0] = "scores"

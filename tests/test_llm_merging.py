@@ -46,7 +46,7 @@ def logits(file: Path, adapter: Path | None = None) -> np.ndarray:
     return session.run(["logits"], feeds, options)[0]
 
 
-@pytest.fixture(scope="module", params=[32, 4])
+@pytest.fixture(scope="module", params=[pytest.param(32, marks=pytest.mark.slow), 4])
 def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tuned")
     base = llama.write(folder / "base", bits=request.param)
@@ -57,8 +57,14 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def test_a_merged_folder(tuned: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tuning = FineTuning.load(tuned / "adapter")
+@pytest.fixture(scope="module")
+def loaded(tuned: Path) -> FineTuning:
+    """What tests share that only save it."""
+    return FineTuning.load(tuned / "adapter")
+
+
+def test_a_merged_folder(tuned: Path, loaded: FineTuning, caplog: pytest.LogCaptureFixture) -> None:
+    tuning = loaded
     merged = tuned / "merged"
     tuning.save(merged, merged=True)
     names = {file.name for file in merged.iterdir()}
@@ -193,7 +199,9 @@ def test_transformers_js_generates(bits: int, dtype: str, file: str, tmp_path: P
     assert json.loads(done.stdout.splitlines()[-1]) == [[*LEARNED, 256], "abc"]
 
 
-def test_the_command(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tuned: Path, loaded: FineTuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows, merged = tmp_path / "rows.jsonl", tmp_path / "merged"
     rows.write_text("".join(f"{json.dumps({'input_ids': row})}\n" for row in ROWS))
     command = ["tune", str(tuned / "adapter"), str(rows), "--merge", "--quiet"]
@@ -204,13 +212,13 @@ def test_the_command(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     folder, file = tuned / "adapter", tmp_path / "merged.onnx"
     command = ["lora", "merge", str(folder / "model.onnx"), str(file), "--requantize"]
     assert main([*command, "--adapter", str(folder / "adapter.onnx_adapter")]) == 0
-    FineTuning.load(folder).save(tmp_path / "other", merged=True)
+    loaded.save(tmp_path / "other", merged=True)
     np.testing.assert_array_equal(logits(file), logits(tmp_path / "other" / "model.onnx"))
     capsys.readouterr()
 
 
-def test_folders_that_are_refused(tuned: Path) -> None:
-    tuning = FineTuning.load(tuned / "adapter")
+def test_folders_that_are_refused(tuned: Path, loaded: FineTuning) -> None:
+    tuning = loaded
     with pytest.raises(ortops.ArgumentError, match=r"must not have an adapter if merged=True, got"):
         tuning.save(tuned / "adapter", merged=True)
     with pytest.raises(ortops.ArgumentError, match=r"merged must be True or False, got 1"):

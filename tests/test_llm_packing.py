@@ -88,7 +88,7 @@ def test_models_that_do_not_keep_examples_apart(
     assert "no mask or position_ids" in refusal(write(tmp_path / "a"))
     counted = write(tmp_path / "b", mask=np.bool_, positions="own")
     assert "depend on its place in a row, as the model counts positions" in refusal(counted)
-    served = llama.write(tmp_path / "c")
+    served = llama.write(tmp_path / "c", layers=1)
     expected = "as GroupQueryAttention node '/model/layers.0/attn/GroupQueryAttention' separates"
     assert expected in refusal(served)
     rows = tmp_path / "rows.jsonl"
@@ -101,7 +101,7 @@ def test_models_that_do_not_keep_examples_apart(
 
 
 def test_preferences_are_not_packed(tmp_path: Path) -> None:
-    tuning = FineTuning(llama.write(tmp_path), rank=1, loss="DPO")
+    tuning = FineTuning(llama.write(tmp_path, layers=1), rank=1, loss="DPO")
     rows = [{"prompt": [1], "chosen": [2, 3], "rejected": [4]}]
     with pytest.raises(ArgumentError, match="packing must be False for DPO, got True"):
         tuning.fit(rows, packing=True, progress=False)

@@ -14,6 +14,7 @@ from ortops.llm import FineTuning
 PAGE = Path(__file__).parents[1] / "ortops" / "docs" / "persona.md"
 
 
+@pytest.mark.slow
 @pytest.mark.optional("tokenizers", "llm")
 @pytest.mark.optional("jinja2", "llm")
 def test_a_persona_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

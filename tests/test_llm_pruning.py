@@ -17,9 +17,9 @@ from ortops.llm import FineTuning
 ROWS = [[65, 66, 67, 68, 256], [70, 71, 72, 256]]
 
 
-def pruned(folder: Path, bits: int) -> Path:
+def pruned(folder: Path, bits: int, layers: int = llama.LAYERS) -> Path:
     """Writes a folder as onnxruntime-genai's builder does with prune_lm_head=true."""
-    llama.write(folder, bits=bits)
+    llama.write(folder, bits=bits, layers=layers)
     model = onnx.load(folder / "model.onnx")
     graph = model.graph
     head = next(node for node in graph.node if "logits" in node.output)
@@ -42,13 +42,15 @@ def pruned(folder: Path, bits: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("bits", [32, 4])
-@pytest.mark.parametrize("targets", [None, ["lm_head", "o_proj"]])
+@pytest.mark.parametrize("bits", [32, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "targets", [["lm_head", "o_proj"], pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_pruned_files_train_like_whole_ones(
     bits: int, targets: list[str] | None, tmp_path: Path
 ) -> None:
-    whole = llama.write(tmp_path / "whole", bits=bits)
-    base = pruned(tmp_path / "pruned", bits)
+    whole = llama.write(tmp_path / "whole", bits=bits, layers=1)
+    base = pruned(tmp_path / "pruned", bits, layers=1)
     found = []
     for folder in (whole, base):
         tuning = FineTuning(folder, rank=2, targets=targets, learning_rate=0.01)
@@ -93,7 +95,7 @@ def served(folder: Path, tokens: list[int]) -> np.ndarray:
 def test_a_pruned_file_without_its_folder_is_refused(
     loss: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = pruned(tmp_path, 32) / "model.onnx"
+    file = pruned(tmp_path, 32, layers=1) / "model.onnx"
     expected = r"output 'logits' has one position only, .* tune its folder with ortops.llm.FineTun"
     with pytest.raises(ortops.ModelError, match=expected):
         ortops.build_training_model(file, loss=loss, optimizer="SGD")  # type: ignore[arg-type]
@@ -107,6 +109,6 @@ def test_errors_of_a_loss_are_not_blamed_on_operators_of_onnxruntime() -> None:
         raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
-        ortops.build_training_model(llama.llama(), loss=loss, optimizer="SGD")
+        ortops.build_training_model(llama.llama(layers=1), loss=loss, optimizer="SGD")
     with pytest.raises(TypeError, match="optimizer"):
-        ortops.build_training_model(llama.llama(), loss="NextToken")  # type: ignore[call-arg]
+        ortops.build_training_model(llama.llama(layers=1), loss="NextToken")  # type: ignore[call-arg]

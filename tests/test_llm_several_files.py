@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +228,14 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def split_folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("split") / kind, kind)
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the folder of a kind of model, which PyTorch exports once; tests do not change it."""
+    return functools.cache(lambda kind: write(tmp_path_factory.mktemp("split") / kind, kind))
+
+
+@pytest.fixture(scope="module")
+def split_folder(kind: str, exported: Callable[[str], Path]) -> Path:
+    return exported(kind)
 
 
 def as_merged(split: Path, folder: Path) -> Path:
@@ -242,11 +250,17 @@ def as_merged(split: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def untrained(split_folder: Path) -> FineTuning:
-    return FineTuning(split_folder, RANK)
+def opened(exported: Callable[[str], Path]) -> Callable[[str], FineTuning]:
+    """Returns the tuning of a kind of model, which is made once; tests do not train it."""
+    return functools.cache(lambda kind: FineTuning(exported(kind), RANK))
 
 
-@pytest.fixture(scope="module", params=["split", pytest.param("merged", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
+def untrained(kind: str, opened: Callable[[str], FineTuning]) -> FineTuning:
+    return opened(kind)
+
+
+@pytest.fixture(scope="module", params=["split", "merged"])
 def folder(
     request: pytest.FixtureRequest, split_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
@@ -321,6 +335,7 @@ def in_peft(model: Any, session: ortops.TrainingSession) -> Any:
     return adapted
 
 
+@pytest.mark.slow
 @pytest.mark.optional("peft", "llm")
 def test_trains_as_peft_does_and_is_served(folder: Path, kind: str, tmp_path: Path) -> None:
     import torch
@@ -401,6 +416,7 @@ def greedy_in_onnxruntime(folder: Path, row: dict[str, Any], count: int, config:
     return found
 
 
+@pytest.mark.slow
 def test_merged_decoder_alone(tmp_path: Path) -> None:
     import torch
 
@@ -441,14 +457,13 @@ def test_merged_decoder_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_whisper_with_tokens_of_language_and_task(tmp_path: Path) -> None:
+def test_whisper_with_tokens_of_language_and_task(opened: Callable[[str], FineTuning]) -> None:
     import torch
 
-    folder = write(tmp_path / "whisper", "whisper")
     model = torch_model("whisper")
     rows = rows_of("whisper")
     rows = [row | {"decoder_prefix": [7, 8 + n]} for n, row in enumerate(rows)]
-    tuning = FineTuning(folder, RANK)
+    tuning = opened("whisper")
     start = model.config.decoder_start_token_id
     batch = torch_batch(
         [{**row, "labels": [*row["decoder_prefix"], *row["labels"]]} for row in rows]
@@ -475,14 +490,17 @@ def test_whisper_with_tokens_of_language_and_task(tmp_path: Path) -> None:
             found.append(token)
             tokens.append(token)
     assert tuning.generate(features, max_new_tokens=5, decoder_prefix=prefix) == found
+    tuning.session.learning_rate = 0.0  # other tests have it, too
     tuning.fit(rows, epochs=1, progress=False)
 
 
 @pytest.mark.optional("tokenizers", "llm")
-def test_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_texts(
+    exported: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     import tokenizers
 
-    folder = write(tmp_path / "t5", "t5")
+    folder = Path(shutil.copytree(exported("t5"), tmp_path / "t5"))
     words = {"<pad>": 0, "</s>": END, "<unk>": 2, "<start>": 3}
     words |= {letter: number for number, letter in enumerate(LETTERS, 4)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="<unk>"))

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,16 @@ def exported(module: nn.Module, given: torch.Tensor, exporter: str) -> onnx.Mode
     return onnx.load(io.BytesIO(stream.getvalue())) if program is None else program.model_proto
 
 
+@functools.cache
+def _exported(make: Callable[[], nn.Module], exporter: str) -> onnx.ModelProto:
+    return exported(make(), torch.from_numpy(IDS), exporter)
+
+
+def base_of(make: Callable[[], nn.Module], exporter: str) -> onnx.ModelProto:
+    """Returns what an exporter writes of `encoder` or `decoder`, which it does only once."""
+    return copy.deepcopy(_exported(make, exporter))
+
+
 def randomized(module: nn.Module, config: peft.LoraConfig, inner: str = "") -> nn.Module:
     """Wraps a module, or what is in it, with PEFT; the adapter gets random numbers."""
     model = copy.deepcopy(module)
@@ -138,7 +150,7 @@ def test_an_encoder(
     module = encoder()
     wrapped = randomized(module, peft.LoraConfig(**settings), "model")
     wrapped.model.save_pretrained(tmp_path / "given")
-    base = exported(module, torch.from_numpy(IDS), exporter)
+    base = base_of(encoder, exporter)
     model = lora.from_peft(base, tmp_path / "given")
     assert (", dropout 0.1, on" in caplog.text) == ("lora_dropout" in settings)
     expected = computed(wrapped, IDS)
@@ -174,7 +186,7 @@ def test_a_decoder(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj", "lm_head"])
     wrapped = randomized(module, config, "model")
     wrapped.model.save_pretrained(tmp_path)
-    base = exported(module, torch.from_numpy(IDS), "dynamo")
+    base = base_of(decoder, "dynamo")
     model = lora.from_peft(base, tmp_path)
     expected = computed(wrapped, IDS)
     np.testing.assert_allclose(outputs(model, {"x": IDS})[0], expected, atol=1e-4)
@@ -200,7 +212,7 @@ def test_a_decoder(tmp_path: Path) -> None:
 )
 def test_all_linear_means_the_same_layers(make: Any, exporter: str) -> None:
     module = make()
-    base = exported(module, torch.from_numpy(IDS), exporter)
+    base = base_of(make, exporter)
     found = values(lora.add(base, rank=2, targets="all-linear"))
     layers = {name.split(".lora_")[0].removeprefix("model.") for name in found if "lora_A" in name}
     config = peft.LoraConfig(r=2, target_modules="all-linear")
@@ -225,27 +237,20 @@ def losses_in_peft(wrapped: nn.Module, optimizer: str) -> list[float]:
     return found
 
 
-@pytest.fixture(scope="module")
-def exported_decoder() -> onnx.ModelProto:
-    return exported(decoder(), torch.from_numpy(IDS), "dynamo")
-
-
 @pytest.mark.parametrize("optimizer", RATES)
 @pytest.mark.parametrize(
     "settings",
     [{"lora_alpha": 1}, {"lora_alpha": 16}, {"lora_alpha": 64}, {"use_rslora": True}],
     ids=str,
 )
-def test_losses_are_those_of_peft(
-    settings: dict[str, Any], optimizer: str, exported_decoder: onnx.ModelProto, tmp_path: Path
-) -> None:
+def test_losses_are_those_of_peft(settings: dict[str, Any], optimizer: str, tmp_path: Path) -> None:
     """Step by step, from the same A, data and rate; rounding grows with the steps."""
     module = decoder()
     config = peft.LoraConfig(r=8, target_modules="all-linear", **settings)
     torch.manual_seed(2)
     module.model = peft.get_peft_model(module.model, config).eval()
     module.model.save_pretrained(tmp_path)
-    model = lora.from_peft(exported_decoder, tmp_path)
+    model = lora.from_peft(base_of(decoder, "dynamo"), tmp_path)
     after = {} if optimizer == "SGD" else {"epsilon_after_correction": True}
     rule = getattr(ortops.optimizers, optimizer)(learning_rate=RATES[optimizer], **after)
     loss = ortops.losses.SoftmaxCrossEntropy(axis=-1, ignore_index=-100)
@@ -257,16 +262,14 @@ def test_losses_are_those_of_peft(
     assert expected[-1] < expected[0] - 1e-3
 
 
-def test_losses_with_decay_schedule_and_padding(
-    exported_decoder: onnx.ModelProto, tmp_path: Path
-) -> None:
+def test_losses_with_decay_schedule_and_padding(tmp_path: Path) -> None:
     """AdamW with a strong decay, a linear warm-up, and batches of rows of different lengths."""
     module = decoder()
     config = peft.LoraConfig(r=8, target_modules="all-linear", lora_alpha=16)
     torch.manual_seed(2)
     module.model = peft.get_peft_model(module.model, config).eval()
     module.model.save_pretrained(tmp_path)
-    model = lora.from_peft(exported_decoder, tmp_path)
+    model = lora.from_peft(base_of(decoder, "dynamo"), tmp_path)
     batches = []
     for seed in range(4):
         draw = np.random.default_rng(seed)
@@ -326,7 +329,7 @@ def test_convolutions(exporter: str, tmp_path: Path) -> None:
 def test_an_adapter_that_began_here(tmp_path: Path) -> None:
     """`add`, then PEFT: layers are called as PyTorch calls them, but for a prefix."""
     module = encoder()
-    base = exported(module, torch.from_numpy(IDS), "dynamo")
+    base = base_of(encoder, "dynamo")
     model = lora.add(
         base, rank=3, targets=["model.encoder.layer.1.*"], rank_pattern={"query": 2}, rslora=True
     )
@@ -373,11 +376,15 @@ class Nested(nn.Module):
         return x
 
 
+@functools.cache
+def nested_base() -> onnx.ModelProto:
+    return exported(Nested().eval(), torch.ones(2, 6), "dynamo")
+
+
 @pytest.mark.parametrize("targets", [["fc1"], ["block.fc1"], ["afc1", "block.fc1x"]])
 def test_peft_adapts_the_same_layers_and_no_others(targets: list[str], tmp_path: Path) -> None:
     module, x = Nested().eval(), np.random.default_rng(1).standard_normal((2, 6), np.float32)
-    base = exported(module, torch.from_numpy(x), "dynamo")
-    model = lora.add(base, rank=2, targets=targets)
+    model = lora.add(copy.deepcopy(nested_base()), rank=2, targets=targets)
     model = with_values(model, random_adapter(model))
     lora.to_peft(model, tmp_path)
     wrapped = peft.PeftModel.from_pretrained(module, tmp_path).eval()
@@ -418,7 +425,7 @@ def test_more_than_plain_lora_is_refused(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     peft.LoraConfig(target_modules=["query"], **settings).save_pretrained(tmp_path)
-    base = exported(encoder(), torch.from_numpy(IDS), "torchscript")
+    base = base_of(encoder, "torchscript")
     with pytest.raises(UnsupportedError, match=message):
         lora.from_peft(base, tmp_path)
 
@@ -427,7 +434,7 @@ def test_names_of_peft_are_kept(tmp_path: Path) -> None:
     module = encoder()
     wrapped = randomized(module, peft.LoraConfig(target_modules=["query"]), "model")
     wrapped.model.save_pretrained(tmp_path)
-    base = exported(module, torch.from_numpy(IDS), "torchscript")
+    base = base_of(encoder, "torchscript")
     added = [name for name in values(lora.from_peft(base, tmp_path)) if ".lora_" in name]
     assert added == [
         f"model.encoder.layer.{layer}.attention.self.query.lora_{which}.weight"

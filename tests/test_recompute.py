@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from ortops.optimizers import SGD, Adam
 from ortops.passes.rematerialization import _Forward
 
 Array = np.ndarray[Any, Any]
-rng = np.random.default_rng(0)
 
 
 def trainable(model: onnx.ModelProto, optimizer: Any = None) -> onnx.ModelProto:
@@ -32,38 +33,48 @@ def trainable(model: onnx.ModelProto, optimizer: Any = None) -> onnx.ModelProto:
 
 
 def labels(rows: int) -> Array:
-    return rng.integers(0, 10, rows)
+    return np.random.default_rng(0).integers(0, 10, rows)
 
 
 def deep(depth: int = 9) -> onnx.ModelProto:
     return trainable(mlp((6, *[8] * (depth - 1), 10)))
 
 
+def normal(*shape: int) -> Array:
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
 def images(*shape: int) -> dict[str, Array]:
-    return {"images": rng.standard_normal(shape, np.float32), "labels": labels(shape[0])}
+    return {"images": normal(*shape), "labels": labels(shape[0])}
 
 
 def tokens(*shape: int) -> dict[str, Array]:
-    return {"tokens": rng.standard_normal(shape, np.float32), "labels": labels(shape[0])}
+    return {"tokens": normal(*shape), "labels": labels(shape[0])}
 
 
-MODELS: dict[str, tuple[onnx.ModelProto, dict[str, Array]]] = {
-    "MLP": (deep(), images(5, 6)),
-    "MLP, 300,000 parameters": (
+MODELS: dict[str, Callable[[], tuple[onnx.ModelProto, dict[str, Array]]]] = {
+    "MLP": lambda: (deep(), images(5, 6)),
+    "MLP, 300,000 parameters": lambda: (
         trainable(mlp((64, *[256] * 5, 10)), Adam()),
         images(5, 64),
     ),
-    "transformer": (trainable(transformer(depth=4)), tokens(3, 8, 8)),
-    "residual net": (
+    "transformer": lambda: (trainable(transformer(depth=4)), tokens(3, 8, 8)),
+    "residual net": lambda: (
         trainable(resnet((2, 2), image=(3, 8, 8), width=16)),
         images(4, 3, 8, 8),
     ),
-    "transformer with dropout": (
+    "transformer with dropout": lambda: (
         trainable(transformer(depth=3, dropout_ratio=0.2)),
         tokens(3, 8, 8),
     ),
-    "LSTM": (trainable(lstm(4, width=8)), tokens(3, 5, 4)),
+    "LSTM": lambda: (trainable(lstm(4, width=8)), tokens(3, 5, 4)),
 }
+
+
+@functools.cache
+def made(name: str) -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """Returns one of `MODELS`, which is built when a test first asks for it, and its batch."""
+    return MODELS[name]()
 
 
 def same(model: onnx.ModelProto, batch: dict[str, Array], chosen: Any, **options: Any) -> None:
@@ -80,17 +91,17 @@ def same(model: onnx.ModelProto, batch: dict[str, Array], chosen: Any, **options
 @pytest.mark.parametrize("chosen", [1, 3, 1000, "sqrt"])
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_stay_the_same(name: str, chosen: Any) -> None:
-    same(*MODELS[name], chosen)
+    same(*made(name), chosen)
 
 
 def test_names() -> None:
-    model, batch = MODELS["transformer"]
+    model, batch = made("transformer")
     same(model, batch, ["encoder.layers.1/Add_1_output", "encoder.layers.3/Add_output"])
 
 
 def test_names_of_the_model_behind_what_training_changes(tmp_path: Path) -> None:
     """What is behind Dropout has another name in a training step than in the model."""
-    model, batch = MODELS["transformer with dropout"]
+    model, batch = made("transformer with dropout")
     name = "encoder.layers.1/Add_1_output"
     assert name in {output for node in model.graph.node for output in node.output}
     same(model, batch, [name])
@@ -111,12 +122,12 @@ def test_names_in_a_part_that_is_not_trained() -> None:
 
 
 def test_kernels_in_python() -> None:
-    model, batch = MODELS["MLP, 300,000 parameters"]
+    model, batch = made("MLP, 300,000 parameters")
     same(model, batch, "sqrt", kernels="python")
 
 
 def test_several_steps_in_one_call() -> None:
-    model, batch = MODELS["MLP"]
+    model, batch = made("MLP")
     plain, frugal = TrainingSession(model), TrainingSession(model, recompute=2)
     np.testing.assert_allclose(frugal.run_steps([batch] * 4), plain.run_steps([batch] * 4))
 
@@ -230,6 +241,7 @@ def with_noise(x: Any) -> Any:
 
 @pytest.mark.parametrize("randomly", [dropped, with_noise])
 def test_random_numbers_are_not_drawn_again(randomly: Any) -> None:
+    rng = np.random.default_rng(0)
     with Tape(name="masked") as tape:
         x = tape.input("x", np.float32, ["batch", 64])
         for layer in range(4):
@@ -311,6 +323,6 @@ def test_a_tensor_that_is_another_one_in_training(tmp_path: Path) -> None:
     model = ortops.build_training_model(
         tape.model(), loss=lambda a, b: op.ReduceSum(b * b, keepdims=0), optimizer=SGD(0.1)
     )
-    batch = {"x": rng.standard_normal((5, 4), np.float32)}
+    batch = {"x": normal(5, 4)}
     same(model, batch, ["a"])
     assert "a_training" in kept(model, ["a"], batch, tmp_path / "step.onnx")

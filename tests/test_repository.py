@@ -448,3 +448,20 @@ def test_files_that_import_optional_packages_are_listed() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         missing = (top_imports(path) & optional) - set(conftest.FILES.get(path.name, ()))
         assert not missing, f"list {sorted(missing)} for {path.name} in FILES of tests/conftest.py"
+
+
+def test_slow_files_are_left_out_only_where_no_slow_test_is_wanted() -> None:
+    """`tests/conftest.py` does not import them then."""
+    wanted = {
+        **dict.fromkeys(["not slow", "torch and not slow", "not slow and not torch"], True),
+        **dict.fromkeys(["", "slow", "not slower", "not slow or torch", "not (not slow)"], False),
+    }
+    assert {text: conftest.wants_no_slow_tests(text) for text in wanted} == wanted
+    slow = ["pytestmark = pytest.mark.slow", "pytestmark = [\n    a.b,\n    pytest.mark.slow,\n]"]
+    some = [
+        "pytestmark = a.b",
+        "pytestmark = pytest.mark.slower",
+        "@pytest.mark.slow",
+    ]
+    found = [bool(conftest.ALL_SLOW.search(f"import x\n\n{text}\n")) for text in (*slow, *some)]
+    assert found == [True, True, False, False, False]

@@ -1,4 +1,8 @@
-"""The estimators of scikit-learn: its own checks, pipelines, searches, pickles."""
+"""The estimators of scikit-learn: its own checks, pipelines, searches, pickles.
+
+Tests import scikit-learn, and with it `ortops.sklearn`, themselves: it takes a second, which
+whoever runs none of them need not wait for.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,21 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from sklearn.base import clone
-from sklearn.datasets import load_iris, make_regression
-from sklearn.model_selection import GridSearchCV, cross_val_score
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import check_estimator
 
 import ortops
 from models import mlp
 from ortops import callbacks, losses, optimizers, schedules
-from ortops.sklearn import OnnxClassifier, OnnxRegressor
 
 # pandas is not asked for, and scikit-learn says so of checks with tables.
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
+
+
+@pytest.fixture
+def iris():
+    """150 rows of 4 numbers, and their classes: 0, 1 and 2."""
+    from sklearn.datasets import load_iris
+
+    return load_iris(return_X_y=True)
 
 
 def small_mlp(features: int, outputs: int) -> onnx.ModelProto:
@@ -46,22 +51,21 @@ def binary(features: int, classes: int) -> onnx.ModelProto:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "estimator",
-    [
-        OnnxClassifier(double_mlp, learning_rate=0.05, epochs=40),
-        OnnxRegressor(double_mlp, learning_rate=0.05, epochs=100),
-    ],
-    ids=["classifier", "regressor"],
-)
-def test_scikit_learn_s_own_checks(estimator):
+@pytest.mark.parametrize(("name", "epochs"), [("OnnxClassifier", 40), ("OnnxRegressor", 100)])
+def test_scikit_learn_s_own_checks(name, epochs):
+    from sklearn.utils.estimator_checks import check_estimator
+
+    estimator = getattr(ortops.sklearn, name)(double_mlp, learning_rate=0.05, epochs=epochs)
     check_estimator(estimator, on_skip=None)
 
 
-def test_a_classifier_in_a_pipeline_learns_names():
-    X, y = load_iris(return_X_y=True)
+def test_a_classifier_in_a_pipeline_learns_names(iris):
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    X, y = iris
     names = np.array(["setosa", "versicolor", "virginica"])[y]
-    made = OnnxClassifier(small_mlp, learning_rate=0.02, epochs=30)
+    made = ortops.sklearn.OnnxClassifier(small_mlp, learning_rate=0.02, epochs=30)
     pipeline = make_pipeline(StandardScaler(), made).fit(X, names)
     assert pipeline.score(X, names) > 0.95
     probabilities = pipeline.predict_proba(X)
@@ -70,9 +74,9 @@ def test_a_classifier_in_a_pipeline_learns_names():
     assert set(pipeline.predict(X)) <= set(names)
 
 
-def test_probabilities_are_those_of_the_model():
-    X, y = load_iris(return_X_y=True)
-    classifier = OnnxClassifier(small_mlp, learning_rate=0.02, epochs=5).fit(X, y)
+def test_probabilities_are_those_of_the_model(iris):
+    X, y = iris
+    classifier = ortops.sklearn.OnnxClassifier(small_mlp, learning_rate=0.02, epochs=5).fit(X, y)
     session = onnxruntime.InferenceSession(classifier.inference_model().SerializeToString())
     logits = session.run(None, {session.get_inputs()[0].name: X.astype(np.float32)})[0]
     exponents = np.exp(logits.astype(np.float64))
@@ -80,23 +84,25 @@ def test_probabilities_are_those_of_the_model():
     np.testing.assert_allclose(classifier.predict_proba(X), expected, rtol=1e-5)
 
 
-def test_one_output_tells_two_classes():
-    X, y = load_iris(return_X_y=True)
+def test_one_output_tells_two_classes(iris):
+    X, y = iris
     X, y = X[:100], np.array(["no", "yes"])[y[:100]]
     loss = ortops.losses.BinaryCrossEntropyWithLogits()
-    classifier = OnnxClassifier(binary, loss=loss, learning_rate=0.05, epochs=20).fit(X, y)
+    classifier = ortops.sklearn.OnnxClassifier(
+        binary, loss=loss, learning_rate=0.05, epochs=20
+    ).fit(X, y)
     assert classifier.score(X, y) == 1.0
     assert classifier.predict_proba(X).shape == (100, 2)
-    X, y = load_iris(return_X_y=True)
+    X, y = iris
     with pytest.raises(ortops.ModelError, match="which can only encode two classes, got 3"):
-        OnnxClassifier(binary, loss=loss).fit(X, y)
+        ortops.sklearn.OnnxClassifier(binary, loss=loss).fit(X, y)
 
 
-def test_a_file_is_trained_further(tmp_path):
-    X, y = load_iris(return_X_y=True)
+def test_a_file_is_trained_further(iris, tmp_path):
+    X, y = iris
     path = tmp_path / "model.onnx"
     onnx.save(small_mlp(4, 3), path)
-    classifier = OnnxClassifier(str(path), learning_rate=0.02, epochs=30).fit(X, y)
+    classifier = ortops.sklearn.OnnxClassifier(str(path), learning_rate=0.02, epochs=30).fit(X, y)
     assert classifier.score(X, y) > 0.9
     assert [node.op_type for node in classifier.inference_model().graph.node] == [
         node.op_type for node in onnx.load(path).graph.node
@@ -114,40 +120,40 @@ def test_images_are_reshaped():
     rng = np.random.default_rng(0)
     flat = rng.random((20, 4))
     y = (flat[:, 0] > flat[:, 1]).astype(int)
-    a = OnnxClassifier(model, epochs=3).fit(flat, y).predict_proba(flat)
-    b = OnnxClassifier(model, epochs=3).fit(flat.reshape(-1, 1, 2, 2), y)
+    a = ortops.sklearn.OnnxClassifier(model, epochs=3).fit(flat, y).predict_proba(flat)
+    b = ortops.sklearn.OnnxClassifier(model, epochs=3).fit(flat.reshape(-1, 1, 2, 2), y)
     np.testing.assert_array_equal(a, b.predict_proba(flat.reshape(-1, 1, 2, 2)))
     with pytest.raises(
         ortops.FeedError,
         match=r"X: a row must have shape .*, that of the model's input 'images', got 3 numbers",
     ):
-        OnnxClassifier(model).fit(flat[:, :3], y)
+        ortops.sklearn.OnnxClassifier(model).fit(flat[:, :3], y)
 
 
-def test_partial_fit_goes_on():
-    X, y = load_iris(return_X_y=True)
-    once = OnnxClassifier(small_mlp, epochs=3, learning_rate=0.02).fit(X, y)
-    parts = OnnxClassifier(small_mlp, learning_rate=0.02)
+def test_partial_fit_goes_on(iris):
+    X, y = iris
+    once = ortops.sklearn.OnnxClassifier(small_mlp, epochs=3, learning_rate=0.02).fit(X, y)
+    parts = ortops.sklearn.OnnxClassifier(small_mlp, learning_rate=0.02)
     for _ in range(3):
         parts.partial_fit(X, y, classes=[0, 1, 2])
     np.testing.assert_array_equal(once.predict_proba(X), parts.predict_proba(X))
     with pytest.raises(ValueError, match="classes must be passed on the first call"):
-        OnnxClassifier(small_mlp).partial_fit(X, y)
+        ortops.sklearn.OnnxClassifier(small_mlp).partial_fit(X, y)
     with pytest.raises(ValueError, match=r"y has the unknown label 7; the classes are \[0, 1, 2\]"):
         parts.partial_fit(X, y + 7)
 
 
-def test_warm_start_goes_on_and_fit_begins_anew():
-    X, y = load_iris(return_X_y=True)
-    warm = OnnxClassifier(small_mlp, epochs=1, warm_start=True).fit(X, y).fit(X, y)
+def test_warm_start_goes_on_and_fit_begins_anew(iris):
+    X, y = iris
+    warm = ortops.sklearn.OnnxClassifier(small_mlp, epochs=1, warm_start=True).fit(X, y).fit(X, y)
     assert warm.session_.steps_done == 2 * 5
-    cold = OnnxClassifier(small_mlp, epochs=1).fit(X, y).fit(X, y)
+    cold = ortops.sklearn.OnnxClassifier(small_mlp, epochs=1).fit(X, y).fit(X, y)
     assert cold.session_.steps_done == 5
 
 
-def test_pickles_hold_the_file():
-    X, y = load_iris(return_X_y=True)
-    classifier = OnnxClassifier(small_mlp, epochs=5).fit(X, y)
+def test_pickles_hold_the_file(iris):
+    X, y = iris
+    classifier = ortops.sklearn.OnnxClassifier(small_mlp, epochs=5).fit(X, y)
     again = pickle.loads(pickle.dumps(classifier))
     np.testing.assert_array_equal(again.predict_proba(X), classifier.predict_proba(X))
     classifier.partial_fit(X, y)
@@ -155,18 +161,23 @@ def test_pickles_hold_the_file():
     np.testing.assert_array_equal(again.predict_proba(X), classifier.predict_proba(X))
 
 
-def test_a_clone_is_not_fitted():
-    X, y = load_iris(return_X_y=True)
-    classifier = OnnxClassifier(small_mlp(4, 3), epochs=2).fit(X, y)
+def test_a_clone_is_not_fitted(iris):
+    from sklearn.base import clone
+
+    X, y = iris
+    classifier = ortops.sklearn.OnnxClassifier(small_mlp(4, 3), epochs=2).fit(X, y)
     copy = clone(classifier)
     assert not hasattr(copy, "session_")
     assert copy.get_params()["epochs"] == 2
 
 
-def test_a_search_with_processes():
-    X, y = load_iris(return_X_y=True)
+@pytest.mark.slow  # it starts processes
+def test_a_search_with_processes(iris):
+    from sklearn.model_selection import GridSearchCV
+
+    X, y = iris
     search = GridSearchCV(
-        OnnxClassifier(small_mlp, epochs=20),
+        ortops.sklearn.OnnxClassifier(small_mlp, epochs=20),
         {"learning_rate": [1e-5, 0.02]},
         n_jobs=2,
         cv=2,
@@ -177,9 +188,12 @@ def test_a_search_with_processes():
 
 @pytest.mark.parametrize("targets", [1, 2])
 def test_a_regressor(targets):
+    from sklearn.datasets import make_regression
+    from sklearn.model_selection import cross_val_score
+
     X, y = make_regression(200, 5, n_targets=targets, random_state=0)
     y = y / y.std(axis=0)
-    regressor = OnnxRegressor(small_mlp, learning_rate=0.01, epochs=60)
+    regressor = ortops.sklearn.OnnxRegressor(small_mlp, learning_rate=0.01, epochs=60)
     assert cross_val_score(regressor, X, y, cv=2).mean() > 0.8
     assert regressor.fit(X, y).predict(X).shape == y.shape
 
@@ -196,15 +210,17 @@ def test_several_inputs_are_refused():
         ortops.ModelError,
         match="X and y require one input of the model and one of the loss, got a, b",
     ):
-        OnnxRegressor(model).fit(np.ones((4, 2)), np.ones((4, 2)))
+        ortops.sklearn.OnnxRegressor(model).fit(np.ones((4, 2)), np.ones((4, 2)))
 
 
-def test_classes_are_sorted_whatever_the_outputs_stand_for():
-    X, y = load_iris(return_X_y=True)
+def test_classes_are_sorted_whatever_the_outputs_stand_for(iris):
+    X, y = iris
     labels = np.array(["c", "a", "b"])  # the labels of outputs 0, 1 and 2
-    given = OnnxClassifier(small_mlp, learning_rate=0.02, epochs=20, classes=labels.tolist())
+    given = ortops.sklearn.OnnxClassifier(
+        small_mlp, learning_rate=0.02, epochs=20, classes=labels.tolist()
+    )
     given.fit(X, labels[y])
-    plain = OnnxClassifier(small_mlp, learning_rate=0.02, epochs=20).fit(X, y)
+    plain = ortops.sklearn.OnnxClassifier(small_mlp, learning_rate=0.02, epochs=20).fit(X, y)
     assert given.classes_.tolist() == ["a", "b", "c"]
     expected = plain.predict_proba(X)[:, [1, 2, 0]]
     np.testing.assert_array_equal(given.predict_proba(X), expected)
@@ -212,11 +228,11 @@ def test_classes_are_sorted_whatever_the_outputs_stand_for():
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(given)).predict_proba(X), expected)
 
 
-def test_classes_are_checked():
-    X, y = load_iris(return_X_y=True)
+def test_classes_are_checked(iris):
+    X, y = iris
     with pytest.raises(ValueError, match=r"classes must be distinct labels, got \[0, 1, 1\]"):
-        OnnxClassifier(small_mlp, classes=[0, 1, 1]).fit(X, y)
-    begun = OnnxClassifier(small_mlp).partial_fit(X, y, classes=[0, 1, 2])
+        ortops.sklearn.OnnxClassifier(small_mlp, classes=[0, 1, 1]).fit(X, y)
+    begun = ortops.sklearn.OnnxClassifier(small_mlp).partial_fit(X, y, classes=[0, 1, 2])
     with pytest.raises(
         ValueError, match=r"must be the same as in the first call, \[0, 1, 2\], got"
     ):
@@ -251,10 +267,11 @@ def typed_model(kind: str, size: int = 1) -> onnx.ModelProto:
         ("uint8", 300, "object"),
     ],
 )
-@pytest.mark.parametrize("estimator", [OnnxClassifier, OnnxRegressor])
-def test_values_that_do_not_fit_the_model_s_type_are_refused(estimator, kind, value, given):
-    size = 2 if estimator is OnnxClassifier else 1
+@pytest.mark.parametrize("name", ["OnnxClassifier", "OnnxRegressor"])
+def test_values_that_do_not_fit_the_model_s_type_are_refused(name, kind, value, given):
+    size = 2 if name == "OnnxClassifier" else 1
     X, y = np.array([[0, 1], [1, 0], [1, 1], [0, 0]]), np.array([0, 1, 1, 0])
+    estimator = getattr(ortops.sklearn, name)
     fitted = estimator(typed_model(kind, size), epochs=1).fit(X, y)
     wrong = X.astype(given)
     if given == "bool":
@@ -274,7 +291,7 @@ def test_values_that_do_not_fit_the_model_s_type_are_refused(estimator, kind, va
 
 def test_numbers_are_rounded_to_the_model_s_precision():
     X = np.array([[0.1, 2**24 + 1], [1e-60, -3.7]])
-    fitted = OnnxRegressor(typed_model("float32"), epochs=1).fit(X, [0.0, 1.0])
+    fitted = ortops.sklearn.OnnxRegressor(typed_model("float32"), epochs=1).fit(X, [0.0, 1.0])
     np.testing.assert_array_equal(fitted.predict(X), fitted.predict(X.astype(np.float32)))
 
 
@@ -294,13 +311,13 @@ def test_numbers_are_rounded_to_the_model_s_precision():
 def test_targets_that_do_not_fit_are_refused(y, told):
     X = np.zeros((2, 2))
     with pytest.raises(ortops.FeedError, match=told):
-        OnnxRegressor(typed_model("float32"), epochs=1).fit(X, y)
+        ortops.sklearn.OnnxRegressor(typed_model("float32"), epochs=1).fit(X, y)
 
 
 @pytest.mark.parametrize("X", [np.array([["1", "2"], ["3", "4"]]), np.zeros((2, 2), "M8[s]")])
 def test_what_has_no_numbers_is_refused(X):
     with pytest.raises(ortops.FeedError, match="X must be numeric, got type"):
-        OnnxClassifier(typed_model("float32", 2), epochs=1).fit(X, [0, 1])
+        ortops.sklearn.OnnxClassifier(typed_model("float32", 2), epochs=1).fit(X, [0, 1])
 
 
 def log_model(features: int, outputs: int) -> onnx.ModelProto:
@@ -318,10 +335,12 @@ def log_model(features: int, outputs: int) -> onnx.ModelProto:
     ],
     ids=["EarlyStopping", "BestModel", "Checkpoint", "CSVLog", "JSONLines"],
 )
-def test_pickles_and_clones_with_everything(callback, tmp_path, monkeypatch):
+def test_pickles_and_clones_with_everything(iris, callback, tmp_path, monkeypatch):
+    from sklearn.base import clone
+
     monkeypatch.chdir(tmp_path)
-    X, y = load_iris(return_X_y=True)
-    estimator = OnnxClassifier(
+    X, y = iris
+    estimator = ortops.sklearn.OnnxClassifier(
         log_model,
         loss=losses.SoftmaxCrossEntropy(label_smoothing=0.1),
         optimizer=optimizers.AdamW(schedules.warmup_cosine(0.02, steps=30, warmup=3)),
@@ -340,8 +359,10 @@ def test_pickles_and_clones_with_everything(callback, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int64])
 def test_counts_may_be_integers_of_numpy(kind):
     X, y = np.zeros((300, 2), np.float32), np.arange(300.0)
-    found = OnnxRegressor(
+    found = ortops.sklearn.OnnxRegressor(
         typed_model("float32"), epochs=kind(2), batch_size=kind(100), seed=kind(3)
     ).fit(X, y)
-    plain = OnnxRegressor(typed_model("float32"), epochs=2, batch_size=100, seed=3).fit(X, y)
+    plain = ortops.sklearn.OnnxRegressor(
+        typed_model("float32"), epochs=2, batch_size=100, seed=3
+    ).fit(X, y)
     assert [entry["loss"] for entry in found.history_] == [e["loss"] for e in plain.history_]

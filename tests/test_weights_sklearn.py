@@ -1,22 +1,14 @@
-"""Weights of models that skl2onnx writes, set where they stood."""
+"""Weights of models that skl2onnx writes, set where they stood.
+
+Tests import scikit-learn and skl2onnx themselves: they take a second, which whoever runs none of
+them need not wait for.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-import skl2onnx
 from onnx import numpy_helper
-from sklearn.linear_model import (
-    LinearRegression,
-    LogisticRegression,
-    Perceptron,
-    Ridge,
-    SGDClassifier,
-)
-from sklearn.multiclass import OneVsRestClassifier
-from sklearn.svm import LinearSVC
 from test_weights import ROUNDING, check
 
 from ortops.graph.files.external import LightModel
@@ -25,12 +17,15 @@ from ortops.graph.weights import lift, weights
 
 @pytest.mark.parametrize("zipmap", [False, True])
 @pytest.mark.parametrize("classes", [2, 3])
-@pytest.mark.parametrize(
-    "estimator",
-    [LogisticRegression(), OneVsRestClassifier(LogisticRegression()), LinearSVC()],
-    ids=lambda estimator: type(estimator).__name__,
-)
-def test_linear_classifiers(estimator: Any, classes: int, zipmap: bool) -> None:
+@pytest.mark.parametrize("name", ["LogisticRegression", "OneVsRestClassifier", "LinearSVC"])
+def test_linear_classifiers(name: str, classes: int, zipmap: bool) -> None:
+    import skl2onnx
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.multiclass import OneVsRestClassifier
+    from sklearn.svm import LinearSVC
+
+    estimators = (LogisticRegression(), OneVsRestClassifier(LogisticRegression()), LinearSVC())
+    (estimator,) = (each for each in estimators if type(each).__name__ == name)
     rng = np.random.default_rng(3)
     x = rng.standard_normal((90, 4)).astype(np.float32)
     y = np.arange(90) % classes
@@ -43,11 +38,14 @@ def test_linear_classifiers(estimator: Any, classes: int, zipmap: bool) -> None:
 
 
 @pytest.mark.parametrize("zipmap", [False, True])
-@pytest.mark.parametrize("classifier", [SGDClassifier, Perceptron])
-def test_classifiers_with_initializers(classifier: Any, zipmap: bool) -> None:
+@pytest.mark.parametrize("name", ["SGDClassifier", "Perceptron"])
+def test_classifiers_with_initializers(name: str, zipmap: bool) -> None:
     """skl2onnx writes these as matrix products."""
+    import skl2onnx
+    from sklearn import linear_model
+
     x = np.random.default_rng(3).standard_normal((60, 4)).astype(np.float32)
-    fitted = classifier(random_state=0).fit(x, np.arange(60) % 3)
+    fitted = getattr(linear_model, name)(random_state=0).fit(x, np.arange(60) % 3)
     options = {id(fitted): {"zipmap": zipmap}}
     model = skl2onnx.to_onnx(fitted, x[:1], options=options, target_opset=21)
     found = [
@@ -59,13 +57,16 @@ def test_classifiers_with_initializers(classifier: Any, zipmap: bool) -> None:
     assert lift(LightModel(model, {}))[0].proto is model
 
 
-@pytest.mark.parametrize("regression", [LinearRegression, Ridge])
+@pytest.mark.parametrize("name", ["LinearRegression", "Ridge"])
 @pytest.mark.parametrize("targets", [1, 2])
-def test_linear_regressions(regression: Any, targets: int) -> None:
+def test_linear_regressions(name: str, targets: int) -> None:
+    import skl2onnx
+    from sklearn import linear_model
+
     rng = np.random.default_rng(3)
     x = rng.standard_normal((30, 4)).astype(np.float32)
     y = x @ rng.standard_normal((4, targets)) + 0.5
-    fitted = regression().fit(x, y)
+    fitted = getattr(linear_model, name)().fit(x, y)
     model = skl2onnx.to_onnx(fitted, x[:1], target_opset=21)
     everything = check(model, {"X": x}, tolerance=ROUNDING)
     (found,) = [t for t in everything.graph.initializer if t.name.endswith(".coefficients")]

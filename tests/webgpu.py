@@ -5,6 +5,7 @@
 
 import ctypes
 import ctypes.util
+import functools
 import importlib.util
 import os
 import tempfile
@@ -16,6 +17,7 @@ DRIVER = "usr/lib/chromium/vk_swiftshader_icd.json"
 LOADERS = "usr/lib/*/libvulkan.so.1"
 
 
+@functools.cache  # every test asks, and looking for the library starts processes
 def prepare() -> str:
     """Sets what the provider reads when it is registered; returns why there is no device, or "".
 
