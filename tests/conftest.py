@@ -119,16 +119,30 @@ def without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_blocks(monkeypatch)
 
 
-@pytest.fixture
-def hangups_arrive() -> Generator[None, None, None]:
-    """Child processes get SIGHUP, also where the shell ignores it, as under ``nohup``."""
-    number = getattr(signal, "SIGHUP", None)
-    ignored = number is not None and signal.getsignal(number) == signal.SIG_IGN
-    if number is not None and ignored:
-        signal.signal(number, signal.SIG_DFL)
+@pytest.fixture(scope="session", autouse=True)
+def signals_arrive() -> Generator[None, None, None]:
+    """Signals arrive, also where the shell ignores them, as in ``nohup … &``.
+
+    A process ignores what the one that started it ignores. Only handlers are not handed on: so with
+    one that does nothing, tests go on when the terminal is closed, and what they start gets SIGHUP.
+    """
+    handlers = {
+        "SIGINT": signal.default_int_handler,
+        "SIGTERM": signal.SIG_DFL,
+        "SIGHUP": lambda number, frame: None,
+    }
+    numbers = {getattr(signal, name, None): handler for name, handler in handlers.items()}
+    ignored = [n for n in numbers if n is not None and signal.getsignal(n) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, numbers[number])
     yield
-    if number is not None and ignored:
+    for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.fixture
+def hangups_arrive(signals_arrive: None) -> None:
+    """For tests that name it; it does nothing more than what all tests have."""
 
 
 class LeftOut(pytest.File):
@@ -144,8 +158,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[tests_left_out] = Counter()
     config.stash[files_left_out] = {}
     config.pluginmanager.register(Importable())
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in `nohup … &`; children inherit it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Nothing of what is collected is garbage, and each sweep through a million objects takes long.
     gc.disable()
 
