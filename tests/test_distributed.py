@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +28,7 @@ from training_models import (
     labelled,
     normalizing,
 )
+from waiting import until
 
 import ortops
 from ortops import TrainingSession, mpi
@@ -874,10 +874,11 @@ def test_rank_1_waits_for_the_best_state_that_rank_0_writes(
     """The last epoch is the best: its file is written when all others are done."""
     from ortops.graph.files import saving
 
-    write = saving.write_model
+    write, rooms = saving.write_model, []
 
     def slowly(*arguments: Any) -> None:
-        time.sleep(0.5)
+        barrier = rooms[0].barrier
+        until(lambda: barrier.n_waiting == 1 or barrier.broken)
         write(*arguments)
 
     monkeypatch.setattr(saving, "write_model", slowly)
@@ -885,6 +886,7 @@ def test_rank_1_waits_for_the_best_state_that_rank_0_writes(
     data = labelled((6,), rows=16)
 
     def work(communicator: Thread) -> TrainingSession:
+        rooms.append(communicator.room)
         session = join(TrainingSession(model), communicator)
         stopping = EarlyStopping(5, "loss", restore_best=tmp_path / "best.onnx")
         session.fit(data, epochs=2, callbacks=[stopping], progress=False)
@@ -1045,7 +1047,8 @@ if session.rank != 1:
 elif "fails" in how:
     raise RuntimeError("rank 1 fails")
 elif "late" in how:
-    time.sleep(3)
+    while not os.path.exists(f"{folder}/rank0.txt"):  # what it says when it has waited enough
+        time.sleep(0.01)
 say("has made", session.steps_done)
 """
 
