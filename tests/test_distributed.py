@@ -5,13 +5,16 @@ Ranks are threads here, each with a session of its own, and processes of MPI whe
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -1192,10 +1195,13 @@ def test_a_long_wait_is_said_once(
         def __init__(self) -> None:
             self._rank, self._world, self._ended, self._done = 1, None, {}, 0
 
-    monkeypatch.setattr(mpi, "_PATIENCE", -1.0)
+    seconds = itertools.count(1000, 40)  # the clock at the beginning, and at each of three looks
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=time.sleep)
+    monkeypatch.setattr(mpi, "time", clock)
     Channel()._wait(Request(), None)
+    assert next(seconds) == 1160
     (said,) = caplog.messages
-    assert said.startswith("join: rank 1 has waited for the other ranks for 0 s; if one of them ")
+    assert said.startswith("join: rank 1 has waited for the other ranks for 80 s; if one of them ")
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", True])
