@@ -7,11 +7,13 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
@@ -57,6 +59,7 @@ C = "tests of the trainer in C left out: no cc, or no libonnxruntime.so in onnxr
 PACKAGES = Path(__file__).parents[1] / ".web" / "node_modules" / "onnxruntime-web"
 
 tests_left_out = pytest.StashKey[Counter[str]]()
+generators = pytest.StashKey[dict[ModuleType, list[tuple[np.random.Generator, Any]]]]()
 files_left_out = pytest.StashKey[dict[str, list[str]]]()
 
 
@@ -145,6 +148,32 @@ def hangups_arrive(signals_arrive: None) -> None:
     """For tests that name it; it does nothing more than what all tests have."""
 
 
+def generators_of(module: ModuleType) -> Iterator[np.random.Generator]:
+    """Yields the generators of a module, and of those from which it has functions."""
+    names = {id(vars(module)): vars(module)}
+    for value in vars(module).values():
+        if isinstance(value, FunctionType):
+            names[id(value.__globals__)] = value.__globals__
+    for each in names.values():
+        yield from (value for value in each.values() if isinstance(value, np.random.Generator))
+
+
+def draw_as_alone(item: pytest.Item) -> None:
+    """Lets a test draw from the generators of its module what it draws if it is the only one."""
+    for generator, state in item.config.stash[generators].get(getattr(item, "module", None), ()):
+        generator.bit_generator.state = state
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    draw_as_alone(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    draw_as_alone(item)  # whichever test it was that made the fixtures of the module
+
+
 class LeftOut(pytest.File):
     """A file of which nothing is collected; without it, pytest would say that there is no file."""
 
@@ -162,7 +191,12 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    session.config.stash[generators] = {
+        module: [(each, each.bit_generator.state) for each in generators_of(module)]
+        for module in modules
+    }
     gc.freeze()
     gc.enable()
 
