@@ -9,11 +9,13 @@ import re
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
@@ -62,6 +64,7 @@ C = "tests of the trainer in C left out: no cc, or no libonnxruntime.so in onnxr
 PACKAGES = Path(__file__).parents[1] / ".web" / "node_modules" / "onnxruntime-web"
 
 tests_left_out = pytest.StashKey[Counter[str]]()
+generators = pytest.StashKey[dict[ModuleType, list[tuple[np.random.Generator, Any]]]]()
 files_left_out = pytest.StashKey[dict[str, list[str]]]()
 
 
@@ -134,16 +137,56 @@ def without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_blocks(monkeypatch)
 
 
-@pytest.fixture
-def hangups_arrive() -> Generator[None, None, None]:
-    """Child processes get SIGHUP, also where the shell ignores it, as under ``nohup``."""
-    number = getattr(signal, "SIGHUP", None)
-    ignored = number is not None and signal.getsignal(number) == signal.SIG_IGN
-    if number is not None and ignored:
-        signal.signal(number, signal.SIG_DFL)
+@pytest.fixture(scope="session", autouse=True)
+def signals_arrive() -> Generator[None, None, None]:
+    """Signals arrive, also where the shell ignores them, as in ``nohup … &``.
+
+    A process ignores what the one that started it ignores. Only handlers are not handed on: so with
+    one that does nothing, tests go on when the terminal is closed, and what they start gets SIGHUP.
+    """
+    handlers = {
+        "SIGINT": signal.default_int_handler,
+        "SIGTERM": signal.SIG_DFL,
+        "SIGHUP": lambda number, frame: None,
+    }
+    numbers = {getattr(signal, name, None): handler for name, handler in handlers.items()}
+    ignored = [n for n in numbers if n is not None and signal.getsignal(n) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, numbers[number])
     yield
-    if number is not None and ignored:
+    for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.fixture
+def hangups_arrive(signals_arrive: None) -> None:
+    """For tests that name it; it does nothing more than what all tests have."""
+
+
+def generators_of(module: ModuleType) -> Iterator[np.random.Generator]:
+    """Yields the generators of a module, and of those from which it has functions."""
+    names = {id(vars(module)): vars(module)}
+    for value in vars(module).values():
+        if isinstance(value, FunctionType):
+            names[id(value.__globals__)] = value.__globals__
+    for each in names.values():
+        yield from (value for value in each.values() if isinstance(value, np.random.Generator))
+
+
+def draw_as_alone(item: pytest.Item) -> None:
+    """Lets a test draw from the generators of its module what it draws if it is the only one."""
+    for generator, state in item.config.stash[generators].get(getattr(item, "module", None), ()):
+        generator.bit_generator.state = state
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    draw_as_alone(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    draw_as_alone(item)  # whichever test it was that made the fixtures of the module
 
 
 class LeftOut(pytest.File):
@@ -159,13 +202,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[tests_left_out] = Counter()
     config.stash[files_left_out] = {}
     config.pluginmanager.register(Importable())
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in `nohup … &`; children inherit it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Nothing of what is collected is garbage, and each sweep through a million objects takes long.
     gc.disable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    session.config.stash[generators] = {
+        module: [(each, each.bit_generator.state) for each in generators_of(module)]
+        for module in modules
+    }
     gc.freeze()
     gc.enable()
 

@@ -6,8 +6,8 @@ import functools
 import gc
 import itertools
 import signal
+import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
 from training_models import Arrays, affine, affine_batch, assert_same_arrays
+from waiting import PATIENCE, is_inside, until
 
 from ortops import ArgumentError, FeedError, Tape, TrainingSession, build_training_model, op
 from ortops.optimizers import SGD
@@ -407,13 +408,46 @@ def test_iterators_serve_once() -> None:
     check_batches(lambda: iter(in_pairs(tuple)), once=True)
 
 
+class Watched(Prefetcher[Any]):
+    """Counts what its thread reads."""
+
+    def __init__(self, items: Iterator[Any], ahead: int) -> None:
+        self.read, self.given, self.ahead, self.over = 0, 0, ahead, False
+        super().__init__(self._counted(items), ahead)
+
+    def _counted(self, items: Iterator[Any]) -> Iterator[Any]:
+        for item in items:
+            self.read += 1
+            yield item
+        self.over = True
+
+    def __next__(self) -> Any:
+        item = super().__next__()
+        self.given += 1
+        return item
+
+
+def until_ahead(batches: Iterator[Any]) -> None:
+    """Waits until the thread that reads ahead, if there is one, is as far ahead as it may be."""
+    if isinstance(batches, Watched):
+        until(lambda: batches.over or batches.read == batches.given + batches.ahead)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ortops.training.data.Prefetcher", Watched)
+
+
+@pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
 def test_a_loader_may_fill_the_same_memory_again(prefetch: int) -> None:
     expected = cut(affine_batch(ROWS))
     for data in (refilled(), refilled, Loader(refilled())):  # type: ignore[arg-type]
         number = 0
-        for batch in open_data(data, affine_inputs(), prefetch=prefetch).epoch():
-            time.sleep(0.005 * bool(prefetch))  # the thread is ahead
+        batches = open_data(data, affine_inputs(), prefetch=prefetch).epoch()
+        assert isinstance(batches, Watched) == bool(prefetch)
+        for batch in batches:
+            until_ahead(batches)
             assert_same_arrays(batch, expected[number])
             number += 1
         assert number == 3
@@ -498,6 +532,7 @@ REFILLED: dict[str, Callable[[Arrays], Any]] = {
 """Forms of data in which reading a batch, or a part of one, overwrites what was read before."""
 
 
+@pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
 @pytest.mark.parametrize("form", REFILLED)
 def test_what_is_read_next_overwrites_no_batch(form: str, prefetch: int) -> None:
@@ -507,7 +542,7 @@ def test_what_is_read_next_overwrites_no_batch(form: str, prefetch: int) -> None
     batches = source.epoch()
     found = []
     for batch in batches:
-        time.sleep(0.002 * bool(prefetch))  # the thread is ahead
+        until_ahead(batches)
         assert_same_arrays(batch, expected[len(found)])
         found.append(batch)
     assert len(found) == len(expected)
@@ -692,15 +727,12 @@ def test_steps_take_tuples() -> None:
 # ------------------------------------------------------------------------------------ prefetch
 
 
+def prefetching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ortops prefetch"]
+
+
 def threads() -> int:
-    return sum(thread.name == "ortops prefetch" for thread in threading.enumerate())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    return len(prefetching())
 
 
 def test_prefetch_is_so_far_ahead_and_no_further() -> None:
@@ -713,7 +745,7 @@ def test_prefetch_is_so_far_ahead_and_no_further() -> None:
 
     fetched = Prefetcher(numbers(), 3)
     until(lambda: len(made) == 3)
-    time.sleep(0.05)
+    until(lambda: is_inside(prefetching()[0], threading.__file__))  # where it waits
     assert len(made) == 3
     assert next(fetched) == 0
     until(lambda: len(made) == 4)
@@ -803,10 +835,15 @@ def test_an_error_while_closing_comes_out() -> None:
 
 
 def test_a_signal_gets_through_while_a_batch_is_awaited() -> None:
-    release = threading.Event()
+    asked, release, ended = threading.Event(), threading.Event(), threading.Event()
+    main = threading.main_thread()
 
     def slow() -> Iterator[int]:
-        release.wait(20)
+        asked.wait(PATIENCE)
+        until(lambda: is_inside(main, sys.modules[Prefetcher.__module__].__file__))
+        signal.pthread_kill(main.ident or 0, signal.SIGALRM)
+        release.wait(PATIENCE)
+        ended.set()
         yield 1
 
     class StoppedError(Exception):
@@ -817,14 +854,16 @@ def test_a_signal_gets_through_while_a_batch_is_awaited() -> None:
 
     before = signal.signal(signal.SIGALRM, stop)
     fetched = Prefetcher(slow(), 2)
+
+    def ask() -> None:
+        asked.set()
+        next(fetched)
+
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        begun = time.monotonic()
         with pytest.raises(StoppedError):
-            next(fetched)
-        assert time.monotonic() - begun < 15  # and not when the loader is done
+            ask()
+        assert not ended.is_set()  # it does not come when the loader is done
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         release.set()
     fetched.close()

@@ -5,6 +5,7 @@ Ranks are threads here, each with a session of its own, and processes of MPI whe
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +31,7 @@ from training_models import (
     labelled,
     normalizing,
 )
+from waiting import until
 
 import ortops
 from ortops import TrainingSession, mpi
@@ -874,10 +877,11 @@ def test_rank_1_waits_for_the_best_state_that_rank_0_writes(
     """The last epoch is the best: its file is written when all others are done."""
     from ortops.graph.files import saving
 
-    write = saving.write_model
+    write, rooms = saving.write_model, []
 
     def slowly(*arguments: Any) -> None:
-        time.sleep(0.5)
+        barrier = rooms[0].barrier
+        until(lambda: barrier.n_waiting == 1 or barrier.broken)
         write(*arguments)
 
     monkeypatch.setattr(saving, "write_model", slowly)
@@ -885,6 +889,7 @@ def test_rank_1_waits_for_the_best_state_that_rank_0_writes(
     data = labelled((6,), rows=16)
 
     def work(communicator: Thread) -> TrainingSession:
+        rooms.append(communicator.room)
         session = join(TrainingSession(model), communicator)
         stopping = EarlyStopping(5, "loss", restore_best=tmp_path / "best.onnx")
         session.fit(data, epochs=2, callbacks=[stopping], progress=False)
@@ -1045,7 +1050,8 @@ if session.rank != 1:
 elif "fails" in how:
     raise RuntimeError("rank 1 fails")
 elif "late" in how:
-    time.sleep(3)
+    while not os.path.exists(f"{folder}/rank0.txt"):  # what it says when it has waited enough
+        time.sleep(0.01)
 say("has made", session.steps_done)
 """
 
@@ -1189,10 +1195,13 @@ def test_a_long_wait_is_said_once(
         def __init__(self) -> None:
             self._rank, self._world, self._ended, self._done = 1, None, {}, 0
 
-    monkeypatch.setattr(mpi, "_PATIENCE", -1.0)
+    seconds = itertools.count(1000, 40)  # the clock at the beginning, and at each of three looks
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=time.sleep)
+    monkeypatch.setattr(mpi, "time", clock)
     Channel()._wait(Request(), None)
+    assert next(seconds) == 1160
     (said,) = caplog.messages
-    assert said.startswith("join: rank 1 has waited for the other ranks for 0 s; if one of them ")
+    assert said.startswith("join: rank 1 has waited for the other ranks for 80 s; if one of them ")
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", True])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from violations import all_violations
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "ortops" / "docs"
@@ -86,9 +87,9 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    assert broken_links(page) == []
+def test_links_lead_somewhere() -> None:
+    broken = {str(page.relative_to(ROOT)): broken_links(page) for page in PAGES}
+    assert not {page: links for page, links in broken.items() if links}
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:
@@ -132,18 +133,25 @@ def test_the_reference_is_written_from_the_docstrings(tmp_path: Path) -> None:
             assert heading.split(".")[-1] == said.split(".")[-1], f"{said} leads to {heading}"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.glob("*.md")], ids=lambda p: p.stem)
-def test_names_in_pages_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    names = set(re.findall(r"(?<![\w./\"])ortops((?:\.[A-Za-z_]\w*)+)(?!\w)", text))
-    for name in names - {".sklearn"}:  # whose package may be missing
-        value: Any = importlib.import_module("ortops")
-        for part in name.removeprefix(".").split("."):
-            if not hasattr(value, part):
-                assert inspect.ismodule(value), f"ortops{name}"
-                value = importlib.import_module(f"{value.__name__}.{part}")
-            else:
-                value = getattr(value, part)
+def test_names_in_pages_exist() -> None:
+    with all_violations() as check:
+        for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+            text = page.read_text(encoding="utf-8")
+            names = set(re.findall(r"(?<![\w./\"])ortops((?:\.[A-Za-z_]\w*)+)(?!\w)", text))
+            for name in sorted(names - {".sklearn"}):  # whose package may be missing
+                with check(f"ortops{name} in {page.name}"):
+                    look_up(name)
+
+
+def look_up(name: str) -> None:
+    """Raises an error if ``ortops<name>`` does not exist."""
+    value: Any = importlib.import_module("ortops")
+    for part in name.removeprefix(".").split("."):
+        if not hasattr(value, part):
+            assert inspect.ismodule(value)
+            value = importlib.import_module(f"{value.__name__}.{part}")
+        else:
+            value = getattr(value, part)
 
 
 def test_methods_in_the_page_for_newcomers_exist() -> None:

@@ -31,6 +31,7 @@ from lora_models import (
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 from running import plain_session
+from violations import all_violations
 
 import ortops
 from models import mlp
@@ -466,24 +467,26 @@ def test_targets(targets: Any, layers: set[str]) -> None:
     assert {name.split(".lora_")[0] for name in values(found) if ".lora_" in name} == layers
 
 
-@pytest.mark.parametrize(
-    ("targets", "layers"),
-    [
-        ("all-linear", {"layer.0", "layer.1"}),
-        (["all-linear"], {"layer.0", "layer.1"}),
-        (["all-linear", "lm_head"], {"layer.0", "layer.1", "lm_head"}),
-        (None, {"layer.0", "layer.1", "lm_head", "patches"}),
-    ],
-)
 @pytest.mark.parametrize("head", ["lm_head", "embed_out"])
 @pytest.mark.parametrize("end", ["plain", "bias", "soft cap", "softmax", "Constant nodes", "last"])
-def test_all_linear_is_what_peft_means(targets: Any, layers: set[str], head: str, end: str) -> None:
+def test_all_linear_is_what_peft_means(head: str, end: str) -> None:
     """Every linear layer except the output layer, and neither convolutions nor embeddings."""
-    if isinstance(targets, list):
-        targets = [each.replace("lm_head", head) for each in targets]
-    found = lora.add(language_model(head, end), rank=2, targets=targets)
-    modules = {name.split(".lora_")[0] for name in values(found) if ".lora_" in name}
-    assert modules == {layer.replace("lm_head", head) for layer in layers}
+    model = language_model(head, end)
+    before = model.SerializeToString(deterministic=True)
+    inner = {"layer.0", "layer.1"}
+    targets: list[tuple[Any, set[str]]] = [
+        ("all-linear", inner),
+        (["all-linear"], inner),
+        (["all-linear", head], {*inner, head}),
+        (None, {*inner, head, "patches"}),
+    ]
+    with all_violations() as check:
+        for given, layers in targets:
+            with check(given):
+                found = lora.add(model, rank=2, targets=given)
+                modules = {name.split(".lora_")[0] for name in values(found) if ".lora_" in name}
+                assert modules == layers
+                assert model.SerializeToString(deterministic=True) == before
 
 
 def language_model(head: str, end: str) -> onnx.ModelProto:

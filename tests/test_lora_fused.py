@@ -45,7 +45,6 @@ def layers(model: onnx.ModelProto) -> set[str]:
     ("targets", "expected"),
     [
         (None, ["qkv_proj"]),
-        ("all-linear", ["qkv_proj"]),
         (["qkv_proj"], ["qkv_proj"]),
         (["*_proj"], ["qkv_proj"]),
         (["self_attn.qkv_proj"], ["qkv_proj"]),
@@ -57,12 +56,14 @@ def layers(model: onnx.ModelProto) -> set[str]:
     ],
 )
 def test_targets_name_a_fused_layer_or_its_parts(targets: Any, expected: list[str]) -> None:
-    if targets == "all-linear":  # what computes the first output is no layer of its own here
-        found = lora.add(llama.llama(), targets=targets)
-        assert "model.layers.0.attn.qkv_proj" in layers(found)
-        return
     found = lora.add(fused(), targets=targets)
     assert layers(found) == {f"layers.0.attn.{name}" for name in expected}
+
+
+def test_a_fused_layer_is_linear() -> None:
+    """In a model in which what computes the first output is a layer of its own."""
+    found = lora.add(llama.llama(), targets="all-linear")
+    assert "model.layers.0.attn.qkv_proj" in layers(found)
 
 
 def test_a_fused_layer_and_its_part() -> None:

@@ -45,7 +45,9 @@ def test_arc_face_of_a_linear_layer(transposed: bool) -> None:
     centers = torch.nn.functional.normalize(w if transposed else w.T)
     cosine = e @ centers.T
     own = torch.nn.functional.one_hot(torch.tensor(labels), 3).bool()
-    logits = 16 * torch.where(own, torch.cos(torch.acos(cosine) + 0.4), cosine)
+    angle = torch.acos(cosine) + 0.4
+    moved = torch.where(angle <= np.pi, torch.cos(angle), cosine - 0.4 * np.sin(0.4))
+    logits = 16 * torch.where(own, moved, cosine)
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels))
     expected.backward()
     assert value == pytest.approx(expected.item(), rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from violations import all_violations
 
 from ortops import losses, op
 from tests.loss_models import Array, loss_and_gradients
@@ -341,8 +343,16 @@ def draw(case: Case, dtype: Any, seed: int = 0) -> tuple[dict[str, Array], dict[
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # torch, of its KLDivLoss
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_values_and_gradients_are_those_of_torch(case: Case, dtype: Any) -> None:
+@pytest.mark.parametrize("name", list(dict.fromkeys(case.loss.name for case in CASES)))
+def test_values_and_gradients_are_those_of_torch(name: str, dtype: Any) -> None:
+    with all_violations() as check:
+        for case in CASES:
+            if case.loss.name == name:
+                with check(case.name):
+                    is_that_of_torch(case, dtype)
+
+
+def is_that_of_torch(case: Case, dtype: Any) -> None:
     import torch
 
     outputs, feeds = draw(case, dtype)
@@ -399,13 +409,15 @@ CTC_KINDS = (
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("blank", [0, 3])
 @pytest.mark.parametrize("kind", CTC_KINDS)
-def test_ctc_is_that_of_torch(
-    kind: str, blank: int, batch_first: bool, reduction: Any, dtype: Any
-) -> None:
+def test_ctc_is_that_of_torch(kind: str, dtype: Any) -> None:
+    with all_violations() as check:
+        for blank, first, reduction in itertools.product((0, 3), (False, True), ("mean", "sum")):
+            with check(f"blank {blank}, batch first {first}, {reduction}"):
+                is_ctc_of_torch(kind, blank, first, reduction, dtype)
+
+
+def is_ctc_of_torch(kind: str, blank: int, batch_first: bool, reduction: Any, dtype: Any) -> None:
     import torch
 
     logits, labels, inputs, targets = ctc_case(kind, np.random.default_rng(1))

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from domain_models import DOMAIN, node
 from onnx import TensorProto, helper, numpy_helper
-from running import run
+from running import plain_session, run, run_session
+from violations import all_violations
 
 import ortops
 from ortops.graph import convert
@@ -675,21 +677,39 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, logger="ortops")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_forward(name: str) -> None:
-    case = CASES[name]
-    proto = model_of(case)
-    (before,) = run(proto, case.inputs)
-    (after,) = run(upgraded(proto), case.inputs)
-    assert before.dtype == after.dtype
-    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
+FORMS: dict[str, list[Old]] = {}
+"""The cases by name, each in one or several opsets."""
+for name, case in CASES.items():
+    FORMS.setdefault(name.rpartition("-")[0], []).append(case)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.gradient])
-def test_gradient(name: str) -> None:
-    case = CASES[name]
-    proto = model_of(case)
-    (before,) = run(proto, case.inputs)
+@pytest.mark.parametrize("form", FORMS)
+def test_forward_and_gradient(form: str) -> None:
+    with all_violations() as check:
+        for case in FORMS[form]:
+            proto = model_of(case)
+            session = plain_session(proto)
+            (before,) = run_session(session, case.inputs)
+            with check(f"opset {case.opset}, forward"):
+                (after,) = run(upgraded(proto), case.inputs)
+                assert before.dtype == after.dtype
+                np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
+            if case.gradient:
+                with check(f"opset {case.opset}, gradient"):
+                    check_gradient(case, proto, session, before)
+
+
+def check_gradient(
+    case: Old, proto: onnx.ModelProto, session: onnxruntime.InferenceSession, before: np.ndarray
+) -> None:
+    """Compares a gradient with differences.
+
+    Args:
+        case: The case.
+        proto: Its model, as it was written.
+        session: The model's.
+        before: What it puts out.
+    """
     rng = np.random.default_rng(SEED)
     weight = rng.standard_normal(before.shape).astype(before.dtype)
     y = proto.graph.output[0].name
@@ -714,8 +734,8 @@ def test_gradient(name: str) -> None:
         array = case.inputs[key]
         v = rng.standard_normal(array.shape).astype(array.dtype)
         ahead, behind = (
-            run(proto, {**case.inputs, key: (array + sign * case.step * v).astype(array.dtype)})[0]
-            for sign in (1, -1)
+            run_session(session, {**case.inputs, key: moved.astype(array.dtype)})[0]
+            for moved in (array + case.step * v, array - case.step * v)
         )
         expected = np.sum((ahead.astype(np.float64) - behind) * weight) / (2 * case.step)
         terms = gradient.astype(np.float64) * v

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from optimizer_cases import (
     with_defaults,
 )
 from running import run
+from violations import all_violations
 
 from ortops import Tape
 from ortops import optimizers as optimizers_module
@@ -214,17 +216,15 @@ def test_the_oracle_tells_wrong_rules_apart() -> None:
         assert_expected("Adam", noisy, update)
 
 
-@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("r_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_0d_parameter_stays_an_array_of_its_dtype(
-    name: str, r_dtype: np.dtype[Any], x_dtype: np.dtype[Any]
-) -> None:
-    optimizer = OPTIMIZERS[name]().of(())
-    tensors = [np.asarray(0.5, x_dtype)] * (2 + len(optimizer.states))
-    for result in optimizer.update(np.asarray(0.1, r_dtype), np.asarray(1), *tensors):
-        assert isinstance(result, np.ndarray)
-        assert (result.shape, result.dtype) == ((), x_dtype)
+def test_a_0d_parameter_stays_an_array_of_its_dtype() -> None:
+    with all_violations() as check:
+        for name, r_dtype, x_dtype in itertools.product(OPTIMIZERS, FLOATS, FLOATS):
+            with check(f"{name}, R of {r_dtype}, X of {x_dtype}"):
+                optimizer = OPTIMIZERS[name]().of(())
+                tensors = [np.asarray(0.5, x_dtype)] * (2 + len(optimizer.states))
+                for result in optimizer.update(np.asarray(0.1, r_dtype), np.asarray(1), *tensors):
+                    assert isinstance(result, np.ndarray)
+                    assert (result.shape, result.dtype) == ((), x_dtype)
 
 
 def test_scalar_coefficients_are_computed_in_float64() -> None:

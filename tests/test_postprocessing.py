@@ -16,8 +16,6 @@ from ortops.surgery import before_postprocessing, free_batch, name_output
 
 POINTS, CLASSES = 20, 3  # a grid of 4 · 4 cells of size 8, and one of 2 · 2 of size 16
 
-RNG = np.random.default_rng(0)
-
 
 def corners(found: Any) -> Any:
     """Boxes (N, A, 4) with corners of centers and sizes (N, 4, A), as people write it."""
@@ -40,7 +38,9 @@ def detector(form: str = "joined") -> onnx.ModelProto:
     """A detector of features x [1, 8, A]."""
     with Tape(opset=18) as tape:
         x = tape.input("x", np.float32, [1, 8, POINTS])
-        weight = tape.initializer("w", RNG.normal(size=(4 + CLASSES, 8)).astype(np.float32))
+        # From most weights, training ends elsewhere: the features are random.
+        drawn = 0.3 * np.random.default_rng(1).normal(size=(4 + CLASSES, 8))
+        weight = tape.initializer("w", drawn.astype(np.float32))
         raw = op.MatMul(weight, x)
         boxes = op.Mul(op.Sigmoid(raw[:, :4]), np.full((4, 1), 32, np.float32))
         scores = op.Sigmoid(raw[:, 4:])
@@ -130,8 +130,9 @@ def test_trained_and_written_back(form: str, caplog: pytest.LogCaptureFixture) -
     ]
     found, classes = run(complete, "detections", "detections_classes")
     assert {1, 2} <= set(classes.tolist())
-    center = found[classes.tolist().index(2)].reshape(2, 2).mean(axis=0)
-    np.testing.assert_allclose(center, [22, 20], atol=3)
+    for kind, expected in ((1, [10, 10]), (2, [22, 20])):
+        center = found[classes.tolist().index(kind)].reshape(2, 2).mean(axis=0)
+        np.testing.assert_allclose(center, expected, atol=3)
 
 
 def test_the_loss_tells_of_the_cut() -> None:

@@ -419,11 +419,15 @@ def test_examples_of_a_page_run(page, tmp_path, monkeypatch):
 USER_PAGES = [README, *sorted((ROOT / "ortops" / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.stem)
-def test_examples_need_nothing_but_the_package(page):
+def test_examples_need_nothing_but_the_package():
     """`models` is a folder of a clone, and not installed."""
-    found = [block.code for block in examples(page.read_text(encoding="utf-8"))]
-    assert not [code for code in found if re.search(r"^(from|import) models\b", code, re.MULTILINE)]
+    found = [
+        f"{page.name}: {block.code}"
+        for page in USER_PAGES
+        for block in examples(page.read_text(encoding="utf-8"))
+        if re.search(r"^(from|import) models\b", block.code, re.MULTILINE)
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_the_table_of_operators_is_up_to_date():

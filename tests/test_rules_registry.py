@@ -12,6 +12,7 @@ import onnx
 import pytest
 from checked import RULES, ZERO_GRADIENT, checked
 from dot_test import Case, lowered, normal
+from violations import all_violations
 
 from ortops.autodiff.registry import Definition, NestedRule, Rule, StructuralRule
 
@@ -27,8 +28,14 @@ def schema(op_type: str) -> onnx.defs.OpSchema:
     return onnx.defs.get_schema(op_type, OPSET)
 
 
-@pytest.mark.parametrize(("op_type", "rule"), sorted(STANDARD.items()), ids=sorted(STANDARD))
-def test_rule_follows_schema(op_type: str, rule: Rule) -> None:
+def test_rules_follow_the_schemas() -> None:
+    with all_violations() as check:
+        for op_type, rule in STANDARD.items():
+            with check(op_type):
+                follows_schema(op_type, rule)
+
+
+def follows_schema(op_type: str, rule: Rule) -> None:
     attributes = schema(op_type).attributes
     parameters = {
         name: parameter
@@ -136,21 +143,23 @@ def test_zero_gradient_operators_have_no_differentiable_input() -> None:
             assert formal.differentiation_category != differentiable, f"{op_type}: {formal.name}"
 
 
-NAMES = ["::".join(filter(None, key)) for key in RULES]
 STEPS = {"Hardmax": "the largest element gets 1, so its gradient is zero"}
 """Operators whose gradient tests check to the first order only, besides those that go straight
 through a rounding, where differences are no oracle."""
 
 
-@pytest.mark.parametrize("key", RULES, ids=NAMES)
-def test_orders_that_tests_check(key: tuple[str, str]) -> None:
-    registered, found = RULES[key], checked().get(key)
-    assert found is not None
-    assert found.differentiated or isinstance(registered, StructuralRule)
-    if registered.function.__module__ == "ortops.autodiff.rules.elementwise":
-        assert found.orders >= 3
-    elif key[1] not in STEPS and "first order" not in registered.limits:
-        assert found.orders >= 2
+def test_orders_that_tests_check() -> None:
+    tested = checked()
+    with all_violations() as check:
+        for key, registered in RULES.items():
+            with check(key):
+                found = tested.get(key)
+                assert found is not None
+                assert found.differentiated or isinstance(registered, StructuralRule)
+                if registered.function.__module__ == "ortops.autodiff.rules.elementwise":
+                    assert found.orders >= 3
+                elif key[1] not in STEPS and "first order" not in registered.limits:
+                    assert found.orders >= 2
 
 
 def test_tests_check_no_other_operators() -> None:
@@ -166,10 +175,14 @@ ILLEGAL = {
 """Operators of the standard domain that refuse only what is no legal model, and what it is."""
 
 
-@pytest.mark.parametrize("key", RULES, ids=NAMES)
-def test_what_a_rule_refuses_is_in_its_limits(key: tuple[str, str]) -> None:
-    if "UnsupportedError" in _names_reached(RULES[key]) and (key[0] or key[1] not in ILLEGAL):
-        assert RULES[key].limits
+def test_what_a_rule_refuses_is_in_its_limits() -> None:
+    found = [
+        key
+        for key, rule in RULES.items()
+        if "UnsupportedError" in _names_reached(rule) and (key[0] or key[1] not in ILLEGAL)
+        if not rule.limits
+    ]
+    assert not found
 
 
 def _names_reached(registered: Rule | StructuralRule | Definition) -> set[str]:

@@ -8,7 +8,7 @@ import pytest
 from attacks import run_code
 
 # Each test starts a process.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("hangups_arrive")]
+pytestmark = pytest.mark.slow
 
 PRELUDE = """
     import logging, os, signal, sys, time
