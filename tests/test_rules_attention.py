@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from checked import by_case
 from domain_models import model, node, value
 from dot_test import Case, check, normal
 from onnx import helper
@@ -151,7 +152,7 @@ CASES = [*attention_cases(), *rotary_cases()]
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 
@@ -190,7 +191,7 @@ def fed(feeds: dict[str, np.ndarray]) -> list[onnx.ValueInfoProto]:
     return [value(n, a.shape, helper.np_dtype_to_tensor_dtype(a.dtype)) for n, a in feeds.items()]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not is_refused(case)], ids=str)
+@by_case([case for case in CASES if not is_refused(case)])
 def test_forward_is_that_of_onnxruntime(case: Case) -> None:
     attention, outputs, feeds = forward(case)
     expected = run(model([attention], fed(feeds), outputs, opset=case.opset), feeds)
@@ -203,7 +204,7 @@ def test_forward_is_that_of_onnxruntime(case: Case) -> None:
 
 
 @pytest.mark.needs("onnxruntime<1.33")  # the list was made with 1.32
-@pytest.mark.parametrize("case", [case for case in CASES if is_refused(case)], ids=str)
+@by_case([case for case in CASES if is_refused(case)])
 def test_onnxruntime_does_not_run(case: Case) -> None:
     attention, outputs, feeds = forward(case)
     with pytest.raises(REFUSALS):

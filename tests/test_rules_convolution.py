@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from checked import by_case
 from dot_test import DOMAIN, Case, check, normal
 from onnx import helper
 from running import run
@@ -92,7 +93,7 @@ TRANSPOSE = [
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CONV + TRANSPOSE, ids=str)
+@by_case(CONV + TRANSPOSE)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 
@@ -144,7 +145,7 @@ def output_of(case: Case) -> np.ndarray:
 
 
 @pytest.mark.parametrize("known", [2, 4], ids=["channels", "all_but_batch"])
-@pytest.mark.parametrize("case", CONV + TRANSPOSE, ids=str)
+@by_case(CONV + TRANSPOSE)
 def test_unknown_sizes_with_known_weights_give_the_same(case: Case, known: int) -> None:
     x, *parameters = case.inputs
     w = floats(*output_of(case).shape, seed=7)
@@ -202,11 +203,7 @@ def test_nodes(
 
 
 @pytest.mark.parametrize("dims", [(0, 4, 7, 6), ("N", 4, "H", "W")], ids=["static", "symbolic"])
-@pytest.mark.parametrize(
-    "case",
-    [case for case in CONV + TRANSPOSE if case.inputs[0].shape == X],
-    ids=str,
-)
+@by_case([case for case in CONV + TRANSPOSE if case.inputs[0].shape == X])
 def test_empty_batch(case: Case, dims: tuple[str | int, ...]) -> None:
     x, *parameters = case.inputs
     w = output_of(case)[:0]

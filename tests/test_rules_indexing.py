@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from checked import by_case
 from domain_models import model, node, value
 from dot_test import Case, check, distinct, lowered, normal
 from onnx import helper
@@ -105,7 +106,7 @@ CASES = [*gathers(), *scatters(), *caches()]
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from checked import by_case
 from dot_test import Case, check, lowered, normal
 
 import ortops
@@ -109,7 +110,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 

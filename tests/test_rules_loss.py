@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from checked import Checked
+from checked import Checked, by_case
 from dot_test import DOMAIN, Case, check, normal, uniform
 from onnx import helper
 from running import run
@@ -54,7 +54,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 

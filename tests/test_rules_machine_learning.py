@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from checked import ZERO_ELSEWHERE, without_gradient
+from checked import ZERO_ELSEWHERE, by_case, without_gradient
 from domain_models import model, node, value
 from onnx import TensorProto, helper
 from running import REFUSALS, plain_session, run
@@ -284,7 +284,7 @@ def whole(nodes, inputs, outputs, **options: Any) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_gradient(case: Fused, symbolic: bool) -> None:
     nodes, inputs, feeds, wide, total = prepared(case, symbolic=symbolic)
     xs = [f"x{i}" for i in case.differentiated]
@@ -305,7 +305,7 @@ def test_gradient(case: Fused, symbolic: bool) -> None:
         np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_second_order(case: Fused) -> None:
     """The gradient of Σ vᵢ · ∂y/∂xᵢ."""
     nodes, inputs, feeds, wide, total = prepared(case, symbolic=False)
@@ -330,11 +330,9 @@ def test_second_order(case: Fused) -> None:
         assert abs((gradient * u).sum() - expected) <= 1e-3 * scale
 
 
-@pytest.mark.parametrize(
-    "case",
+@by_case(
     [c for c in CASES if c.op in ("ArrayFeatureExtractor", "FeatureVectorizer", "LinearClassifier")]
-    + [c for c in CASES if c.op in ("Normalizer", "Scaler")],
-    ids=str,
+    + [c for c in CASES if c.op in ("Normalizer", "Scaler")]
 )
 def test_float64(case: Fused) -> None:
     """Inputs that onnxruntime takes in float64; the gradient has their type."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checked import by_case
 from dot_test import DOMAIN, Case, away_from, check, normal, uniform
 from onnx import TensorProto, helper
 from running import run
@@ -133,7 +134,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from checked import by_case
 from dot_test import DOMAIN, Case, check, distinct, normal
 from onnx import helper
 from running import run
@@ -140,7 +141,7 @@ UNPOOL = [
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", AVERAGE + MAXIMUM + NORM + UNPOOL, ids=str)
+@by_case(AVERAGE + MAXIMUM + NORM + UNPOOL)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 
@@ -230,7 +231,7 @@ def test_ties_and_kinks(
 
 
 @pytest.mark.parametrize("dims", [("N", "C", 8, 6), ("N", 3, "H", "W")], ids=["batch", "sizes"])
-@pytest.mark.parametrize("case", AVERAGE + MAXIMUM + NORM, ids=str)
+@by_case(AVERAGE + MAXIMUM + NORM)
 def test_unknown_sizes_give_the_same(case: Case, dims: tuple[str | int, ...]) -> None:
     x = case.inputs[0].astype(np.float32)
     known = tuple(
@@ -246,7 +247,7 @@ def test_unknown_sizes_give_the_same(case: Case, dims: tuple[str | int, ...]) ->
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", AVERAGE + MAXIMUM + NORM, ids=str)
+@by_case(AVERAGE + MAXIMUM + NORM)
 def test_empty_batch(case: Case, symbolic: bool) -> None:
     x = case.inputs[0].astype(np.float32)
     w = output_of(replace(case, inputs=[x]))[:0]

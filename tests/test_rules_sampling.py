@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from checked import by_case
 from dot_test import DOMAIN, Case, check, distinct, lowered, normal, uniform
 from onnx import helper
 from running import run
@@ -44,7 +45,7 @@ GRID = [
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("given", GRID, ids=str)
+@by_case(GRID, "given")
 def test_dot(given: Case, symbolic: bool) -> None:
     check(given, symbolic=symbolic)
 
@@ -115,7 +116,7 @@ DEFORM = [
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("given", OTHERS + DEFORM, ids=str)
+@by_case(OTHERS + DEFORM, "given")
 def test_dot_of_others(given: Case, symbolic: bool) -> None:
     check(given, symbolic=symbolic)
 
@@ -175,7 +176,7 @@ ROI_POOL = Case(
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("given", [*ALIGN, ROI_POOL], ids=str)
+@by_case([*ALIGN, ROI_POOL], "given")
 def test_dot_of_regions(given: Case, symbolic: bool) -> None:
     check(given, symbolic=symbolic)
 
@@ -291,7 +292,7 @@ def test_no_samples(op: str, shapes: list[tuple[int, ...]], attributes: dict[str
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("given", GRID, ids=str)
+@by_case(GRID, "given")
 def test_like_torch(given: Case) -> None:
     import torch
 

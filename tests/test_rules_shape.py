@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from checked import by_case
 from dot_test import DOMAIN, Case, check, lowered, normal
 from onnx import TensorProto, helper
 from running import run
@@ -188,7 +189,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checked import by_case
 from dot_test import Case, check, normal
 
 
@@ -76,6 +77,6 @@ CASES = [*dft_cases(), *stft_cases()]
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
