@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from checked import by_case
+from checked import by_case, quick
 from dot_test import DOMAIN, Case, check, normal
 from onnx import helper
 from running import run
@@ -70,6 +70,15 @@ CONV = [
     case("same_upper_gaps", "Conv", (1, 2, 9, 7), (3, 2, 2, 1), auto_pad="SAME_UPPER",
          strides=[4, 3]),
 ]  # fmt: skip
+CONV = quick(
+    CONV,
+    """
+    Conv-same_lower_strides-2x4x7x6_6x2x3x2_6
+    Conv-large_kernel_groups-2x4x11x10_6x2x7x6
+    Conv-groups-2x4x7x6_6x2x3x2_6
+    Conv-dilations_strides-2x3x9x9_6x3x3x2_6
+    """,
+)
 
 V = (4, 3, 3, 2)
 TRANSPOSE = [
@@ -90,6 +99,13 @@ TRANSPOSE = [
     case("output_shape_upper", "ConvTranspose", (2, 4, 4, 5), V, output_shape=[8, 13],
          strides=[2, 3], auto_pad="SAME_UPPER"),
 ]  # fmt: skip
+TRANSPOSE = quick(
+    TRANSPOSE,
+    """
+    ConvTranspose-output_padding-2x4x4x5_4x3x3x2
+    ConvTranspose-output_shape_upper-2x4x4x5_4x3x3x2
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
@@ -225,6 +241,7 @@ GRID = list(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("transposed", [False, True], ids=["Conv", "ConvTranspose"])
 @pytest.mark.parametrize(("kernel", "strides", "dilations", "pads", "group"), GRID)

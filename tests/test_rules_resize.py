@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from checked import by_case
+from checked import by_case, quick
 from dot_test import DOMAIN, Case, check, normal
 from onnx import helper
 from running import run
@@ -136,6 +136,16 @@ FORMS = [
     case("keeps_all_lengths", (2, 3, 5, 4), scales=[1, 1, 1.1, 1.2], mode="linear"),
 ]  # fmt: skip
 CASES = every_form() + FORMS
+CASES = quick(
+    CASES,
+    """
+    Resize-5d_linear-2x3x4x5x6_5
+    Resize-one_axis-2x3x4x5_1
+    Resize-3d_linear-3x4x5_3
+    Resize-blocks-2x3x4x5_4
+    """,
+)
+FORMS = CASES[-len(FORMS) :]
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
