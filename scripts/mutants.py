@@ -98,7 +98,7 @@ ROOMS = {
         "trainable",
         "test_step_graph test_precision test_exact_products test_quantization_aware "
         "test_training_session test_with_trainable test_export_step test_other_tools test_weights "
-        "test_builder test_surgery",
+        "test_builder test_surgery reliability/test_hostile",
     ),
     "building": room(
         "building",

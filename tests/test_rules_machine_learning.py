@@ -380,7 +380,11 @@ KERNELS = {
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(c, dtype) for dtype, cases in KERNELS.items() for c in cases],
+    [
+        pytest.param(c, dtype, marks=() if c.quick else pytest.mark.slow)
+        for dtype, cases in KERNELS.items()
+        for c in cases
+    ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_definitions_say_what_onnxruntime_computes(case: Fused, dtype: type) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from checked import by_case, without_gradient
+from checked import by_case, quick, without_gradient
 from domain_models import DOMAIN, model, node, value
 from onnx import helper
 from running import optimized, run
@@ -655,6 +655,33 @@ CASES = [
     nbits("packed", 8, k=40, bias=True),
     nbits("packed", 2, k=40),
 ]
+CASES = quick(
+    CASES,
+    """
+    Gelu
+    BiasGelu
+    FastGelu-bias
+    QuickGelu
+    BiasAdd
+    FusedMatMul-batch-trans
+    TransposeMatMul
+    FusedMatMulActivation
+    FusedGemm-HardSigmoid
+    FusedConv-LeakyRelu
+    SkipLayerNormalization-bias-sum-broadcast
+    SimplifiedLayerNormalization
+    SkipSimplifiedLayerNormalization-bias-sum
+    MultiHeadAttention-past-causal
+    GroupQueryAttention-norm-rotary
+    Attention-past
+    RotaryEmbedding-partial
+    EmbedLayerNormalization
+    MatMulBnb4-0
+    GatherBlockQuantized-4-False
+    MatMulNBits-4-float-32-bias
+    MatMulNBits-8-packed-40-bias
+    """,
+)
 
 
 STATIC = ("Attention", "EmbedLayerNormalization", "GatherBlockQuantized", "MatMulNBits")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from checked import by_case
+from checked import by_case, quick
 from dot_test import DOMAIN, Case, check, distinct, normal
 from onnx import helper
 from running import run
@@ -93,6 +93,16 @@ AVERAGE = [
     Case("GlobalAveragePool", [normal(2, 3, 4, 5, dtype=np.float32)], orders=2, **UNIT),
     Case("GlobalAveragePool", [normal(2, 3, 4, dtype=np.float32)], orders=2, **UNIT),
 ]  # fmt: skip
+AVERAGE = quick(
+    AVERAGE,
+    """
+    AveragePool-ceil_pads_counted-2x3x7x8
+    AveragePool-larger_counted-2x3x4x3
+    AveragePool-larger_dilations-2x3x5
+    AveragePool-stride_1-2x3x6x4
+    GlobalAveragePool-2x3x4x5
+    """,
+)
 
 MAXIMUM = [
     maximum("1d", 2, 3, 7, kernel_shape=[3], strides=[2], pads=[1, 1]),
@@ -117,6 +127,14 @@ MAXIMUM = [
          rtol=2e-5, orders=2),
     Case("GlobalMaxPool", [distinct(2, 3, 4, gap=1.0).astype(np.float32)], epsilon=0.1, rtol=2e-5),
 ]  # fmt: skip
+MAXIMUM = quick(
+    MAXIMUM,
+    """
+    MaxPool-column_major-2x3x6x5
+    MaxPool-left_over-2x3x7x5
+    GlobalMaxPool-2x3x4x5
+    """,
+)
 
 NORM = [
     Case("GlobalLpPool", [normal(2, 3, 4, 5, dtype=np.float32)], orders=2, epsilon=0.01, rtol=5e-4),
@@ -130,6 +148,14 @@ NORM = [
     norm("larger_windows", 3, 2, 3, 5, kernel_shape=[8], pads=[5, 4], strides=[2]),
     norm("dilations", 2, 2, 3, 8, 7, kernel_shape=[3, 2], dilations=[2, 3]),
 ]
+NORM = quick(
+    NORM,
+    """
+    GlobalLpPool-2x3x4
+    GlobalLpPool-2x3x4x5
+    LpPool-4-2x3x6x8
+    """,
+)
 
 INDICES = np.array([[[[5, 7], [12, 14]]], [[[16, 19], [26, 30]]]])
 UNPOOL = [

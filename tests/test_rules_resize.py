@@ -140,9 +140,12 @@ CASES = quick(
     CASES,
     """
     Resize-5d_linear-2x3x4x5x6_5
+    Resize-not_larger_antialias-2x3x9x6_2
     Resize-one_axis-2x3x4x5_1
     Resize-3d_linear-3x4x5_3
     Resize-blocks-2x3x4x5_4
+    Resize-linear_tf_crop_and_resize_scales-2x3x5x7_8_4
+    Resize-1d_nearest-7_1
     """,
 )
 FORMS = CASES[-len(FORMS) :]
