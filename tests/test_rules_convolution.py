@@ -73,10 +73,18 @@ CONV = [
 CONV = quick(
     CONV,
     """
+    Conv-dilations-2x4x7x6_6x4x3x2
     Conv-same_lower_strides-2x4x7x6_6x2x3x2_6
     Conv-large_kernel_groups-2x4x11x10_6x2x7x6
+    Conv-kernel_shape-2x4x7x6_6x4x3x2
     Conv-groups-2x4x7x6_6x2x3x2_6
+    Conv-3d-2x2x4x5x4_3x2x2x3x1
+    Conv-valid-2x4x7x6_6x4x3x2
     Conv-dilations_strides-2x3x9x9_6x3x3x2_6
+    Conv-same_upper_gaps-1x2x9x7_3x2x2x1
+    Conv-same_upper_strides-2x4x7x6_6x4x3x2
+    Conv-pointwise_many_channels-2x6x3x2_8x6x1x1
+    Conv-shifts_same-2x6x18x8_4x6x3x3
     """,
 )
 

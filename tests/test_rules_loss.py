@@ -58,6 +58,7 @@ CASES = quick(
     LogSoftmax-3x4
     SoftmaxCrossEntropyLoss-none--1-weighted-5x3x2x3_5x2x3_3
     NegativeLogLikelihoodLoss-mean--1-weighted-5x3x2x3_5x2x3_3
+    NegativeLogLikelihoodLoss-mean-None-5x3x2x3_5x2x3
     """,
 )
 

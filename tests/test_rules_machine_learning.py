@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from checked import ZERO_ELSEWHERE, by_case, without_gradient
+from checked import ZERO_ELSEWHERE, by_case, quick, without_gradient
 from domain_models import model, node, value
 from onnx import TensorProto, helper
 from running import REFUSALS, plain_session, run
@@ -268,6 +268,24 @@ CASES = [
     case("Scaler", [normal(2, 3, 4)], lambda x: (x - 1.5) * 2, "3", offset=[1.5], scale=[2.0]),
     *svm_cases(),
 ]
+CASES = quick(
+    CASES,
+    """
+    ArrayFeatureExtractor-3
+    FeatureVectorizer
+    Imputer-each
+    LinearRegressor-NONE-2
+    LinearClassifier-NONE-2
+    LinearClassifier-NONE-binary
+    LinearClassifier-LOGISTIC-binary
+    Normalizer-MAX-2
+    Scaler-3
+    SVMRegressor-POLY
+    SVMRegressor-LINEAR
+    SVMRegressor-SIGMOID
+    SVMRegressor-RBF
+    """,
+)
 
 
 def prepared(case: Fused, *, symbolic: bool) -> Any:

@@ -18,7 +18,7 @@ import onnx
 import onnx.inliner
 import onnx.reference
 import pytest
-from checked import by_case, without_gradient
+from checked import by_case, quick, without_gradient
 from domain_models import model, node, value
 from onnx import TensorProto, helper
 from running import plain_session, run, run_session
@@ -427,6 +427,18 @@ CASES = [
     ),
     *activation_cases(),
 ]
+CASES = quick(
+    CASES,
+    """
+    LSTM-forward-peepholes_lens
+    LSTM-forward-clip
+    LSTM-forward-coupled_peepholes
+    GRU-forward-clip
+    GRU-forward-linear
+    GRU-bidirectional-linear_lens
+    RNN-forward-clip
+    """,
+)
 
 
 def has_shapes(case: Case) -> bool:

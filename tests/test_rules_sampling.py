@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from checked import by_case
+from checked import by_case, quick
 from dot_test import DOMAIN, Case, check, distinct, lowered, normal, uniform
 from onnx import helper
 from running import run
@@ -42,6 +42,14 @@ GRID = [
     )
     if (rank, mode) != (5, "cubic")
 ]
+GRID = quick(
+    GRID,
+    """
+    GridSample-linear_zeros_0-2x3x3x4x5_2x2x3x2x3
+    GridSample-nearest_border_0-2x3x4x5_2x3x4x2
+    GridSample-cubic_reflection_1-2x3x4x5_2x3x4x2
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
@@ -70,6 +78,14 @@ OTHERS = [
     Case("Col2Im", [normal(2, 6, 4, dtype=np.float32), np.array([6]), np.array([3])],
          constant=[1, 2], name="1d", **UNIT),
 ]  # fmt: skip
+OTHERS = quick(
+    OTHERS,
+    """
+    AffineGrid-2x2x3_4
+    Col2Im-3d-1x16x12_3_3
+    Col2Im-plain-2x8x9_2_2
+    """,
+)
 
 
 def deform(
@@ -113,6 +129,12 @@ DEFORM = [
     deform("offset_groups", outputs=(3, 5), offset_group=2),
     deform("one_tap", outputs=(5, 6), kernel=(1, 1), offset_group=2, group=2),
 ]
+DEFORM = quick(
+    DEFORM,
+    """
+    DeformConv-all-2x4x5x6_4x4x3x2_2x12x3x3_4_2x6x3x3
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
@@ -159,6 +181,13 @@ ALIGN = [
         ("avg", "max"), (0, 2), ("half_pixel", "output_half_pixel")
     )
 ]
+ALIGN = quick(
+    ALIGN,
+    """
+    RoiAlign-avg_0_half_pixel-2x3x6x7_4x4_4
+    RoiAlign-max_0_half_pixel-2x3x6x7_4x4_4
+    """,
+)
 ROI_POOL = Case(
     "MaxRoiPool",
     [
