@@ -1,8 +1,10 @@
 """Shows what the tests detect: plants defects, one at a time, and runs tests on each.
 
-Draws mutants of the modules in `ROOMS`: a changed operator, comparison, sign, condition or number,
-or a dropped term. Each is written into a copy of the checkout, and the tests of its room run until
-one fails, those of its file first. A mutant that survives is equivalent, or a test is missing.
+Draws mutants of the modules of `ortops/`: a changed operator, comparison, sign, condition or
+number, or a dropped term, as many of each room in `ROOMS`. Each is written into a copy of the
+checkout, and the tests of its room run until one fails, the nearest first: the module's doctests,
+files of tests with its name, files that import it. A mutant that survives is equivalent, or a test
+is missing.
 
 Usage: python scripts/mutants.py [--seed 1] [--count 40] [--room NAME] [--suite] [--jobs 2]
 """
@@ -12,11 +14,14 @@ import ast
 import os
 import queue
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,23 +30,147 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+
+class Room(NamedTuple):
+    """A part of the package, and the tests that are to detect defects in it.
+
+    Attributes:
+        modules: Folders and modules of `ortops/`, without those of another room that are named more
+            exactly.
+        tests: Files in `tests/`, as patterns without `.py`.
+    """
+
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+def room(modules: str, tests: str) -> Room:
+    """Returns a room, given the names with spaces between them."""
+    return Room(tuple(modules.split()), tuple(tests.split()))
+
+
 ROOMS = {
-    "autodiff/rules": ("test_rules_*", "test_gradients", "test_expansion", "test_onnx_node_cases"),
-    "losses": ("test_losses*", "test_builder"),
-    "optimizers": ("test_optimizer*", "test_clipping_and_groups", "test_training_session"),
-    "training": (
-        *("test_builder", "test_step_graph", "test_fit*", "test_data", "test_clipping_and_groups"),
-        *("test_training_*", "test_predictions", "test_parameters", "test_precision"),
-        *("test_export_step", "test_digits", "reliability/test_feeds", "reliability/test_resume"),
-        *("test_callbacks", "reliability/test_features"),
+    "rules": room(
+        "autodiff/rules",
+        "test_rules_* test_gradient test_expansion test_onnx_node_cases* test_attention_blocks "
+        "test_sliding_cache test_float_types",
     ),
-    "execution": (
-        *("test_split", "test_passes", "test_training_*", "test_scaled_sums", "test_compiled"),
-        *("test_optimizer_trajectories", "test_memory", "test_step_graph", "test_distributed"),
-        *("test_precision", "reliability/test_features"),
+    "autodiff": room(
+        "autodiff",
+        "test_gradient test_expansion test_official_cases test_lower test_rules_registry "
+        "test_rules_control_flow test_rules_sequence test_rules_elementwise test_scale "
+        "test_flex_attention test_tensor test_float_types test_onnx_node_cases",
+    ),
+    "graph": room(
+        "graph",
+        "test_tensor test_shapes test_edit test_folding test_old_models test_weights "
+        "test_predictions test_logits_in_parts test_fix_inputs test_untie "
+        "test_weights_names test_lora test_lora_hostile test_pruning test_parameters "
+        "test_sklearn_models test_float_types test_targets test_step_graph",
+    ),
+    "graph/files": room(
+        "graph/files",
+        "test_external test_held_file test_folders test_building_memory test_training_session "
+        "test_export_step test_json_text reliability/test_files reliability/test_hostile",
+    ),
+    "passes": room(
+        "passes",
+        "test_passes test_normal_form test_products test_gelu test_rewrite test_rounding "
+        "test_max_pool test_cross_entropy test_chunked_logits test_rms_normalization "
+        "test_scaled_gradients test_scaled_sums test_transposed test_rectified test_recompute "
+        "test_attention_gradients test_training_recurrent test_training_shapes test_targets "
+        "test_large_models test_blocked",
+    ),
+    "lowering": room(
+        "lowering.py inference.py custom_ops.py backend.py transpose_optimizer.py",
+        "test_lower test_session test_targets test_custom_ops test_official_cases "
+        "test_transpose_optimizer test_external test_held_file test_folders test_conformance "
+        "test_warnings test_without_extensions reliability/test_exit reliability/test_threads",
+    ),
+    "execution": room(
+        "execution",
+        "test_split test_passes test_training_* test_scaled_sums test_compiled* test_memory "
+        "test_optimizer_trajectories test_optimizer_in_backward test_step_graph test_distributed "
+        "test_precision test_providers test_strings test_reset_memory reliability/test_features",
+    ),
+    "trainable": room(
+        "trainable",
+        "test_step_graph test_precision test_exact_products test_quantization_aware "
+        "test_training_session test_with_trainable test_export_step test_other_tools test_weights "
+        "test_builder test_surgery reliability/test_hostile",
+    ),
+    "building": room(
+        "building",
+        "test_builder test_parameters test_clipping_and_groups test_building_memory test_entries "
+        "test_constants test_predictions test_lora test_with_trainable test_quantization_aware",
+    ),
+    "training": room(
+        "training",
+        "test_builder test_step_graph test_fit* test_data test_clipping_and_groups "
+        "test_training_* test_predictions test_parameters test_precision test_export_step "
+        "test_digits test_callbacks test_arrow test_anomalies test_batch_size test_collate "
+        "test_gradients test_row_axes test_train_metrics test_validation_split test_entries "
+        "test_fast_dev_run test_with_trainable test_constants_of_sessions "
+        "reliability/test_feeds reliability/test_resume reliability/test_features "
+        "reliability/test_divergence reliability/test_fit_signals",
+    ),
+    "losses": room(
+        "losses",
+        "test_losses* test_builder test_sample_weight test_detection test_preference "
+        "test_next_token test_ctc_training test_logits_in_parts",
+    ),
+    "optimizers": room(
+        "optimizers",
+        "test_optimizer* test_adam8bit* test_prodigy test_schedule_free "
+        "test_clipping_and_groups test_training_session",
+    ),
+    "metrics": room("metrics", "test_metrics* test_train_metrics test_ctc_training test_fit"),
+    "callbacks": room(
+        "callbacks", "test_callbacks test_plateau test_tracking test_schedules_of_fit test_fit*"
+    ),
+    "data": room("data", "test_image_folder test_cli_data test_arrow test_collate"),
+    "schedules": room(
+        "schedules.py", "test_schedules test_schedules_of_fit test_plateau test_export_step"
+    ),
+    "lora": room("lora", "test_lora* test_compose test_exact_products test_weights_names"),
+    "llm": room("llm", "test_llm* test_preference test_next_token test_language_models"),
+    "weights": room(
+        "weights", "test_weights_names test_weights_torch test_weights* test_lora_peft"
+    ),
+    "surgery": room(
+        "surgery",
+        "test_surgery test_postprocessing test_pruning test_untie test_fix_inputs "
+        "test_detection_exports reliability/test_branches_of_several_shapes",
+    ),
+    "composition": room("composition", "test_compose test_losses_teacher"),
+    "functions": room("functions", "test_function* reliability/test_functions"),
+    "derivatives": room(
+        "derivatives",
+        "test_derivatives test_derivatives_others test_per_sample test_vmap test_casadi",
+    ),
+    "conformance": room("conformance", "test_conformance test_conformance_peers"),
+    "reference": room("reference", "test_reference test_conformance test_flex_attention"),
+    "cli": room(
+        "cli check.py summary.py __main__.py",
+        "test_cli test_check test_summary test_cli_data test_llm test_lora test_export_step "
+        "test_weights_names test_surgery",
+    ),
+    "distributed": room("distributed.py mpi.py", "test_distributed reliability/test_fork"),
+    "attribution": room("attribution.py", "test_attribution"),
+    "sklearn": room("sklearn.py", "test_sklearn_estimators"),
+    "words": room(
+        "__init__.py arguments.py errors.py numbers.py optional.py other_names.py",
+        "test_arguments test_numbers test_other_names test_builder test_losses test_optimizers "
+        "test_tensor test_fit test_data test_without_extensions test_providers test_untrusted",
+    ),
+    "interruption": room(
+        "uninterrupted.py garbage_collection.py delayed_imports.py",
+        "test_garbage_collection test_delayed_imports reliability/test_signals "
+        "reliability/test_fit_signals reliability/test_exit reliability/test_fork",
     ),
 }
-"""Folders of `ortops/` and the tests, in `tests/`, that are to detect defects in them."""
+"""Each module belongs to one room."""
 
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,
@@ -65,6 +194,8 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
+CACHE = ".cache"
+"""Where tests in a copy of the checkout keep what other runs may use."""
 TIMEOUT = 1800
 """Seconds after which tests of a mutant are ended; it counts as killed, which its line says."""
 
@@ -145,6 +276,28 @@ def mutants(path: Path) -> list[Mutant]:
     ]
 
 
+def room_of(path: Path) -> str:
+    """Returns the room whose modules name a module most exactly.
+
+    Args:
+        path: Its path in the checkout.
+    """
+    named = [
+        (len(part), name)
+        for name, room in ROOMS.items()
+        for part in room.modules
+        if path.is_relative_to(Path("ortops", part))
+    ]
+    if not named:
+        raise LookupError(f"{path} is in no room: add it to ROOMS, with its tests")
+    return max(named)[1]
+
+
+def modules() -> list[Path]:
+    """Returns the paths of all modules of the package in the checkout."""
+    return sorted(path.relative_to(ROOT) for path in (ROOT / "ortops").rglob("*.py"))
+
+
 def draw(seed: int, count: int, rooms: list[str]) -> list[Mutant]:
     """Draws mutants, the same number of each room.
 
@@ -155,20 +308,32 @@ def draw(seed: int, count: int, rooms: list[str]) -> list[Mutant]:
     """
     rng = random.Random(seed)
     found = []
-    for number, room in enumerate(rooms):
-        paths = sorted((ROOT / "ortops" / room).rglob("*.py"))
-        every = [mutant for path in paths for mutant in mutants(path.relative_to(ROOT))]
+    for number, name in enumerate(rooms):
+        paths = [path for path in modules() if room_of(path) == name]
+        every = [mutant for path in paths for mutant in mutants(path)]
         found += rng.sample(every, len(range(number, count, len(rooms))))
     return found
 
 
 def tests_of(path: Path) -> list[str]:
-    """Returns the files with the tests of a module's room, those that its name names first."""
-    room = next(room for room in ROOMS if path.is_relative_to(Path("ortops", room)))
-    files = [file for each in ROOMS[room] for file in sorted((ROOT / "tests").glob(f"{each}.py"))]
-    word = path.stem.strip("_").rstrip("s")
-    ordered = sorted(dict.fromkeys(files), key=lambda file: word not in file.stem)
-    return [str(file.relative_to(ROOT)) for file in ordered]
+    """Returns a module, for its doctests, and the files with the tests of its room, nearest first.
+
+    Args:
+        path: Its path in the checkout.
+    """
+    patterns = ROOMS[room_of(path)].tests
+    files = [file for each in patterns for file in sorted((ROOT / "tests").glob(f"{each}.py"))]
+    word, family = (name.strip("_").rstrip("s") for name in (path.stem, path.parent.name))
+    dotted = re.escape(".".join(path.with_suffix("").parts))
+    package, _, name = dotted.rpartition("\\.")
+    imports = re.compile(rf"{dotted}\b|from {package} import .*\b{name}\b")
+
+    def distance(file: Path) -> tuple[bool, ...]:
+        text = file.read_text(encoding="utf-8")
+        return word not in file.stem, not imports.search(text), family not in file.stem
+
+    ordered = sorted(dict.fromkeys(files), key=distance)
+    return [str(path), *(str(file.relative_to(ROOT)) for file in ordered)]
 
 
 def copy(folder: Path) -> None:
@@ -184,38 +349,47 @@ def copy(folder: Path) -> None:
             (folder / name).symlink_to(ROOT / name)
 
 
-def failure(folder: Path, arguments: list[str]) -> str:
-    """Runs tests in a copy of the checkout, and returns the first that fails, or ""."""
+def failure(folder: Path, arguments: list[str]) -> tuple[str, float]:
+    """Runs tests in a copy of the checkout.
+
+    Returns:
+        The first test that fails, or "", and CPU-seconds.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "-q", *arguments]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(folder),
         "PYTHONDONTWRITEBYTECODE": "1",
-        "XDG_CACHE_HOME": str(folder / ".cache"),  # of machine code of updates
+        "XDG_CACHE_HOME": str(folder / CACHE),  # of machine code of updates
     }
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            shown, _ = process.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return f"no end after {TIMEOUT} s"
+    with tempfile.TemporaryFile("w+") as shown:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=shown,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        timer = threading.Timer(TIMEOUT, os.killpg, [process.pid, signal.SIGKILL])
+        timer.start()
+        _, status, usage = os.wait4(process.pid, 0)
+        ended = not timer.is_alive()
+        timer.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        shown.seek(0)
+        lines = [line.rstrip() for line in shown if line.startswith(("FAILED", "ERROR"))]
+    seconds = usage.ru_utime + usage.ru_stime
+    if ended:
+        return f"no end after {TIMEOUT} s", seconds
     if process.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
-        return ""
-    lines = [line for line in shown.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return lines[0] if lines else f"pytest ended with {process.returncode}"
+        return "", seconds
+    return lines[0] if lines else f"pytest ended with {process.returncode}", seconds
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints each mutant and whether it was killed; returns 1 if one survived."""
+    """Prints each mutant and whether it was killed; returns 1 if one was not."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--count", type=int, default=40)
@@ -227,7 +401,7 @@ def main(arguments: list[str] | None = None) -> int:
     drawn = draw(given.seed, given.count, given.room or list(ROOMS))
     folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
 
-    def judge(mutant: Mutant) -> str:
+    def judge(mutant: Mutant) -> tuple[str, str, float]:
         folder, tests = folders.get(), tests_of(mutant.path)
         stages = [
             ["-m", "not slow", *tests],
@@ -236,28 +410,35 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         try:
             (folder / mutant.path).write_bytes(mutant.source())
-            found = ""
+            found, took = "", 0.0
             while stages and not found:
-                found = failure(folder, stage := stages.pop(0))
+                found, more = failure(folder, stage := stages.pop(0))
+                took += more
             shutil.copy(ROOT / mutant.path, folder / mutant.path)
+            shutil.rmtree(folder / CACHE, ignore_errors=True)  # what the mutant made
             again = ["--last-failed", "--last-failed-no-failures=none", *stage]
-            if found and (wrong := failure(folder, again)):
-                sys.exit(f"{wrong}, without a mutant")
-            return found
+            wrong = failure(folder, again)[0] if found else ""
+            verdict = "UNCLEAR" if wrong else "killed" if found else "SURVIVED"
+            return verdict, f"{wrong}, without a mutant" if wrong else found, took
         finally:
             folders.put(folder)
 
-    survived = 0
+    verdicts: Counter[str] = Counter()
+    whole = 0.0
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
         for number in range(given.jobs):
             folder = Path(temporary, str(number))
             copy(folder)
             folders.put(folder)
-        for mutant, found in zip(drawn, pool.map(judge, drawn), strict=True):
-            survived += not found
-            print(f"{'killed  ' if found else 'SURVIVED'} {mutant}\n      {found}", flush=True)
-    print(f"{len(drawn) - survived} killed, {survived} survived")
-    return int(survived > 0)
+        for mutant, (verdict, why, took) in zip(drawn, pool.map(judge, drawn), strict=True):
+            verdicts[verdict] += 1
+            whole += took
+            print(f"{verdict:8} {mutant}\n      {took:.0f} CPU-seconds; {why}", flush=True)
+    counts = ", ".join(
+        f"{verdicts[verdict]} {verdict.lower()}" for verdict in ("killed", "SURVIVED", "UNCLEAR")
+    )
+    print(f"{counts}; {whole:.0f} CPU-seconds")
+    return int(verdicts["killed"] < len(drawn))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.reference
-from checked import without_gradient
+from checked import nodes_within, without_gradient
 from onnx import helper
 from running import plain_session, run, run_session
 
@@ -50,6 +50,7 @@ class Case:
             Then onnx's reference implementation runs F and the gradient in float64, and
             onnxruntime's gradient in float32 is compared with that.
         name: What tells the case from others of the operator.
+        quick: Whether the quick suite has it; see `checked.quick`.
     """
 
     op: str
@@ -66,6 +67,7 @@ class Case:
     reference: bool = False
     float32: bool = False
     name: str = ""
+    quick: bool = True
 
     def __str__(self) -> str:
         shapes = "_".join("x".join(map(str, a.shape)) for a in self.inputs if a is not None)
@@ -112,6 +114,8 @@ def away_from(points: Sequence[float], *shape: int, seed: int = 0, gap: float = 
 def check(case: Case, *, symbolic: bool) -> None:
     """Checks the rule of a case.
 
+    All orders are lowered, and run, as one model; the operator alone is the oracle of the first.
+
     Args:
         case: The case.
         symbolic: Whether the dimensions of all inputs are symbols, each its own.
@@ -123,31 +127,60 @@ def check(case: Case, *, symbolic: bool) -> None:
     model, feeds = _forward(case, symbolic, rng)
     names = [f"x{index}" for index in case.differentiated]
     assert names, f"{case}: nothing to differentiate"
+    first = _evaluator(case, model, "f1")
+    directions: list[dict[str, list[np.ndarray]]] = []
     for order in range(1, case.orders + 1):
-        gradient = with_gradient(model, names, f"f{order}", f"d{order}_")
-        lowered = ortops.lower(gradient)
-        assert not without_gradient(lowered), "of the next order"
-        results = _run_reference(lowered, feeds) if case.float32 else run(lowered, feeds)
-        found = dict(zip([f"d{order}_{n}" for n in names], results, strict=True))
-        evaluate = _evaluator(case, ortops.lower(model) if order > 1 else model, f"f{order}")
-        for name in names:
-            assert found[f"d{order}_{name}"].shape == feeds[name].shape
-            assert found[f"d{order}_{name}"].dtype == feeds[name].dtype
-            _check_direction(case, order, name, found[f"d{order}_{name}"], feeds, evaluate, rng)
+        model = with_gradient(model, names, f"f{order}", f"d{order}_")
         if narrow is not None:
-            narrow_gradient = with_gradient(narrow[0], names, f"f{order}", f"d{order}_")
-            for wide, result in zip(
-                results, run(ortops.lower(narrow_gradient), narrow[1]), strict=True
-            ):
-                assert result.dtype == np.float32
-                np.testing.assert_allclose(
-                    result, wide, rtol=1e-4, atol=1e-5 * np.abs(wide).max(initial=1)
-                )
-            narrow = (narrow_gradient, narrow[1])
+            narrow = with_gradient(narrow[0], names, f"f{order}", f"d{order}_"), narrow[1]
+        directions.append(
+            {
+                name: [
+                    rng.standard_normal(feeds[name].shape).astype(feeds[name].dtype)
+                    for _ in range(2)
+                ]
+                for name in names
+            }
+        )
         if order < case.orders:
             if narrow is not None:
                 narrow = _next_order(*narrow, names, order, copy.deepcopy(rng))
-            model, feeds = _next_order(gradient, feeds, names, order, rng)
+            model, feeds = _next_order(model, feeds, names, order, rng)
+    found, lowered = _results(model, feeds, names, case, by_reference=case.float32)
+    for order, along in enumerate(directions, 1):
+        evaluate = first if order == 1 else _evaluator(case, lowered, f"f{order}")
+        for name in names:
+            assert found[f"d{order}_{name}"].shape == feeds[name].shape
+            assert found[f"d{order}_{name}"].dtype == feeds[name].dtype
+            _check_direction(
+                case, order, name, found[f"d{order}_{name}"], feeds, evaluate, along[name]
+            )
+    if narrow is not None:
+        for key, result in _results(*narrow, names, case, by_reference=False)[0].items():
+            wide = found[key]
+            assert result.dtype == np.float32
+            np.testing.assert_allclose(
+                result, wide, rtol=1e-4, atol=1e-5 * np.abs(wide).max(initial=1)
+            )
+
+
+def _results(
+    model: onnx.ModelProto,
+    feeds: dict[str, np.ndarray],
+    names: Sequence[str],
+    case: Case,
+    *,
+    by_reference: bool,
+) -> tuple[dict[str, np.ndarray], onnx.ModelProto]:
+    """Returns the derivatives of all orders by name, and the model that gave them."""
+    shown = [f"d{order}_{name}" for order in range(1, case.orders + 1) for name in names]
+    sums = [f"f{order}" for order in range(2, case.orders + 1)]
+    del model.graph.output[:]
+    model.graph.output.extend(map(helper.make_empty_tensor_value_info, [*shown, *sums]))
+    lowered = ortops.lower(model)
+    assert not without_gradient(lowered), "of the next order"
+    results = _run_reference(lowered, feeds) if by_reference else run(lowered, feeds)
+    return dict(zip(shown, results, strict=False)), lowered
 
 
 def _check_direction(
@@ -157,11 +190,10 @@ def _check_direction(
     gradient: np.ndarray,
     feeds: dict[str, np.ndarray],
     evaluate: Callable[[dict[str, np.ndarray]], float],
-    rng: np.random.Generator,
+    directions: Sequence[np.ndarray],
 ) -> None:
     assert np.all(np.isfinite(gradient)), f"order {order}, {name}: {gradient}"
-    for _ in range(2):
-        v = rng.standard_normal(feeds[name].shape).astype(feeds[name].dtype)
+    for v in directions:
         step = feeds[name].dtype.type(case.epsilon) * v
         ahead = evaluate({**feeds, name: np.asarray(feeds[name] + step)})
         behind = evaluate({**feeds, name: np.asarray(feeds[name] - step)})
@@ -318,11 +350,28 @@ def _evaluator(
 ) -> Callable[[dict[str, np.ndarray]], float]:
     """Returns the function that F is."""
     if case.reference:
+        model = _only(model, output)
         reference = onnx.reference.ReferenceEvaluator(model)
         inputs = [value.name for value in model.graph.input]
         return lambda feeds: float(reference.run([output], {n: feeds[n] for n in inputs})[0])
-    session = plain_session(model)
+    session = plain_session(_only(model, output))
     return lambda feeds: float(run_session(session, feeds, [output])[0])
+
+
+def _only(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
+    """Returns a model with the nodes that one output needs."""
+    wanted, kept = {output}, []
+    for node in reversed(model.graph.node):
+        if not wanted.isdisjoint(node.output):
+            kept.append(node)
+            wanted.update(name for each in nodes_within([node]) for name in each.input)
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    del result.graph.node[:]
+    result.graph.node.extend(reversed(kept))
+    del result.graph.output[:]
+    result.graph.output.append(helper.make_empty_tensor_value_info(output))
+    return result
 
 
 def lowered(case: Case, *, symbolic: bool) -> onnx.ModelProto:

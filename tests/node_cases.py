@@ -329,7 +329,7 @@ class Runner:
             self._session = _session(self._model)
             if self._session is not None:
                 break
-        self._gradient: Any = None
+        self._gradient: tuple[list[Any], onnxruntime.InferenceSession | None] | None = None
 
     def forward(self, feeds: Arrays) -> Arrays | None:
         """Runs the case; floating-point outputs are in float64. None if onnxruntime cannot."""
@@ -361,10 +361,11 @@ class Runner:
             AssertionError: onnxruntime runs the operator, but not its gradient.
         """
         xs = self.case.differentiated
-        if self._gradient is None:
+        shapes = [array.shape for array in weights.values()]  # some depend on the fed numbers
+        if self._gradient is None or self._gradient[0] != shapes:
             lowered = ortops.lower(_gradient_model(self._model, weights, xs))
-            self._gradient = _session(lowered)
-        results = _run(self._gradient, {**feeds, **weights})
+            self._gradient = shapes, _session(lowered)
+        results = _run(self._gradient[1], {**feeds, **weights})
         assert results is not None, (
             f"{self.case.name}: onnxruntime runs the operator, not its gradient"
         )

@@ -903,6 +903,17 @@ def test_dropout_that_drops_nothing_is_left_as_it_is() -> None:
     assert names(algorithm_of(trainable).output) == ["loss", "w_new", "step_new"]
 
 
+def test_a_ratio_next_to_one_drops_everything() -> None:
+    """2³² times the ratio is rounded to 2³², which is no uint32."""
+    with Tape() as tape:
+        h = tape.input("x", np.float32, ["N", 4]) * tape.initializer("w", np.ones(4, np.float32))
+        tape.output(op.Dropout(h, np.array(1 - 2.0**-50)), "y")
+    session = TrainingSession(build(tape.model()))
+    ones = np.ones((4, 4), np.float32)
+    y = session.step({"x": ones, "targets": ones})["y_training"]
+    assert not y.any()
+
+
 def test_bad_ratios() -> None:
     with pytest.raises(
         ModelError, match=r"Dropout node '.*': its ratio must be >= 0 and < 1, got 1.0"

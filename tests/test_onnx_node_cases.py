@@ -1,9 +1,10 @@
-"""Every floating-point node case that ONNX ships, against differences in float64.
+"""Every floating-point node case that ONNX ships, against differences and PyTorch's autograd.
 
 For each case, y = Σ weight · output with fixed weights. Its gradient, run by onnxruntime in the
 case's own types, is compared along random directions with central differences of onnx's reference
 implementation in float64. Inputs are moved a little, because many examples sit on kinks. Cases that
-expand an operator to others are cases of that operator.
+expand an operator to others are cases of that operator. Where PyTorch is installed, its autograd
+judges the gradient of the same model, too: see `node_cases_torch`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import node_cases
+import node_cases_torch
 import numpy as np
 import onnx
 import onnx.reference
 import pytest
 from checked import RULES
-from node_cases import NEWER, NOT_RUN, REFUSED, Arrays, NodeCase, Runner, by_name, is_float
+from conftest import is_missing
+from node_cases import (
+    NEWER,
+    NOT_RUN,
+    PARTS,
+    REFUSED,
+    Arrays,
+    NodeCase,
+    Runner,
+    by_name,
+    is_float,
+)
+from node_cases_torch import INEXPRESSIBLE, NO_FUNCTION, NOT_COMPARED, OTHERWISE
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference.op_run import RuntimeImplementationError, RuntimeTypeError
 
@@ -183,11 +197,16 @@ def moved(case: NodeCase) -> Arrays:
     return node_cases.moved(case, DOMAINS, FIXED.get(case.op_type, ()))
 
 
-def compare(case: NodeCase) -> None:
+def runner_of(case: NodeCase) -> Runner:
+    hidden = node_cases_torch.draws(case) and len(case.graph.node[0].output) == 1
+    return Runner(case, {1: "the_mask"} if hidden else None)
+
+
+def compare(runner: Runner) -> None:
     """Compares the outputs with the reference's, and the gradients with its differences."""
+    case = runner.case
     rng = np.random.default_rng(20)
     feeds = moved(case)
-    runner = Runner(case)
     outputs = runner.outputs(feeds)
     weights = runner.weights(outputs)
     function = reference(case)
@@ -224,15 +243,53 @@ def compare(case: NodeCase) -> None:
         )
 
 
-@node_cases.parametrized([name for name in CASES if name not in KNOWN | NOT_RUN | REFUSED])
-def test_gradient(name: str) -> None:
-    compare(CASES[name])
+def compare_with_torch(runner: Runner) -> None:
+    """Asks PyTorch, which either agrees, or has no such form, or differs on purpose."""
+    from torch_operators import Inexpressible
+
+    case = runner.case
+    if case.name in INEXPRESSIBLE:
+        with pytest.raises(Inexpressible):
+            node_cases_torch.compare(runner)
+    elif case.name in NOT_COMPARED:
+        with pytest.raises(AssertionError):
+            node_cases_torch.compare(runner)
+    elif case.op_type not in NO_FUNCTION:
+        node_cases_torch.compare(runner)
 
 
-@node_cases.parametrized([name for name in KNOWN if name not in NEWER.keys() & NOT_RUN])
-def test_the_reference_cannot_judge(name: str) -> None:
-    with pytest.raises(UNLIKE), np.errstate(invalid="ignore"):  # some multiply −∞ by 0
-        compare(CASES[name])
+@pytest.fixture(scope="module")
+def torch_judges() -> Iterator[bool]:
+    """Whether PyTorch is there; small tensors, so that threads only get in each other's way."""
+    if is_missing("torch"):
+        yield False
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield True
+    torch.set_num_threads(before)
+
+
+@node_cases.parametrized([name for name in CASES if name not in NOT_RUN | REFUSED])
+def test_gradient(name: str, torch_judges: bool) -> None:
+    """Both oracles judge one session; what either says is in the message."""
+    runner, wrong = runner_of(CASES[name]), []
+    try:
+        if name in KNOWN:
+            with pytest.raises(UNLIKE), np.errstate(invalid="ignore"):  # some multiply −∞ by 0
+                compare(runner)
+        else:
+            compare(runner)
+    except (AssertionError, pytest.fail.Exception) as error:
+        wrong.append(f"differences: {error}")
+    try:
+        if torch_judges:
+            compare_with_torch(runner)
+    except (AssertionError, pytest.fail.Exception) as error:
+        wrong.append(f"PyTorch: {error}")
+    assert not wrong, "\n".join([name, *wrong])
 
 
 @pytest.mark.needs("onnxruntime<1.33")  # the list was made with 1.32
@@ -270,10 +327,23 @@ def _operators(graph: onnx.GraphProto) -> Iterator[str]:
             yield from _operators(attribute.g)
 
 
+@pytest.mark.torch
+def test_pytorch_has_a_function_for_every_operator() -> None:
+    import torch_operators
+
+    of_cases = {case.op_type for case in CASES.values()}
+    assert of_cases - set(torch_operators.OPERATORS) == set(NO_FUNCTION)
+    assert set(torch_operators.OPERATORS) - of_cases <= PARTS
+
+
 def test_every_exception_is_a_case() -> None:
-    names = [*KNOWN, *(NOT_RUN.keys() - NEWER), *REFUSED]
-    assert [name for name, count in Counter(names).items() if count > 1] == []
-    assert {*names, *NEWER} <= set(CASES)
+    for names in (
+        [*KNOWN, *(NOT_RUN.keys() - NEWER), *REFUSED],
+        [*INEXPRESSIBLE, *OTHERWISE, *NOT_COMPARED],
+    ):
+        assert [name for name, count in Counter(names).items() if count > 1] == []
+        assert {*names, *NEWER} <= set(CASES)
+    assert not INEXPRESSIBLE.keys() & (NOT_RUN | REFUSED).keys()
 
 
 @pytest.mark.parametrize("op_type", ELSEWHERE)

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from checked import by_case, quick
 from domain_models import model, node, value
 from dot_test import Case, check, normal
 from onnx import helper
@@ -148,10 +149,21 @@ def rotary_cases() -> Iterator[Case]:
 
 
 CASES = [*attention_cases(), *rotary_cases()]
+CASES = quick(
+    CASES,
+    """
+    Attention-softcap-causal-2x4x3x4_2x4x5x4_2x4x5x6
+    Attention-masked-row-2x4x3x4_2x4x5x4_2x4x5x6_2x1x3x5
+    Attention-window1-10-2x4x3x4_2x4x5x4_2x4x5x6_2x4x2x4_2x4x2x6
+    RotaryEmbedding-rank3-1-0-2x3x12_7x3_7x3_2x3
+    RotaryEmbedding-rank3-0-0-2x3x12_7x3_7x3_2x3
+    RotaryEmbedding-rank3-0-4-2x3x12_7x2_7x2_2x3
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 
@@ -190,7 +202,7 @@ def fed(feeds: dict[str, np.ndarray]) -> list[onnx.ValueInfoProto]:
     return [value(n, a.shape, helper.np_dtype_to_tensor_dtype(a.dtype)) for n, a in feeds.items()]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not is_refused(case)], ids=str)
+@by_case([case for case in CASES if not is_refused(case)])
 def test_forward_is_that_of_onnxruntime(case: Case) -> None:
     attention, outputs, feeds = forward(case)
     expected = run(model([attention], fed(feeds), outputs, opset=case.opset), feeds)
@@ -203,7 +215,7 @@ def test_forward_is_that_of_onnxruntime(case: Case) -> None:
 
 
 @pytest.mark.needs("onnxruntime<1.33")  # the list was made with 1.32
-@pytest.mark.parametrize("case", [case for case in CASES if is_refused(case)], ids=str)
+@by_case([case for case in CASES if is_refused(case)])
 def test_onnxruntime_does_not_run(case: Case) -> None:
     attention, outputs, feeds = forward(case)
     with pytest.raises(REFUSALS):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from checked import by_case, quick
 from dot_test import DOMAIN, Case, check, normal
 from onnx import helper
 from running import run
@@ -69,6 +70,23 @@ CONV = [
     case("same_upper_gaps", "Conv", (1, 2, 9, 7), (3, 2, 2, 1), auto_pad="SAME_UPPER",
          strides=[4, 3]),
 ]  # fmt: skip
+CONV = quick(
+    CONV,
+    """
+    Conv-dilations-2x4x7x6_6x4x3x2
+    Conv-same_lower_strides-2x4x7x6_6x2x3x2_6
+    Conv-large_kernel_groups-2x4x11x10_6x2x7x6
+    Conv-kernel_shape-2x4x7x6_6x4x3x2
+    Conv-groups-2x4x7x6_6x2x3x2_6
+    Conv-3d-2x2x4x5x4_3x2x2x3x1
+    Conv-valid-2x4x7x6_6x4x3x2
+    Conv-dilations_strides-2x3x9x9_6x3x3x2_6
+    Conv-same_upper_gaps-1x2x9x7_3x2x2x1
+    Conv-same_upper_strides-2x4x7x6_6x4x3x2
+    Conv-pointwise_many_channels-2x6x3x2_8x6x1x1
+    Conv-shifts_same-2x6x18x8_4x6x3x3
+    """,
+)
 
 V = (4, 3, 3, 2)
 TRANSPOSE = [
@@ -89,10 +107,17 @@ TRANSPOSE = [
     case("output_shape_upper", "ConvTranspose", (2, 4, 4, 5), V, output_shape=[8, 13],
          strides=[2, 3], auto_pad="SAME_UPPER"),
 ]  # fmt: skip
+TRANSPOSE = quick(
+    TRANSPOSE,
+    """
+    ConvTranspose-output_padding-2x4x4x5_4x3x3x2
+    ConvTranspose-output_shape_upper-2x4x4x5_4x3x3x2
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CONV + TRANSPOSE, ids=str)
+@by_case(CONV + TRANSPOSE)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 
@@ -144,7 +169,7 @@ def output_of(case: Case) -> np.ndarray:
 
 
 @pytest.mark.parametrize("known", [2, 4], ids=["channels", "all_but_batch"])
-@pytest.mark.parametrize("case", CONV + TRANSPOSE, ids=str)
+@by_case(CONV + TRANSPOSE)
 def test_unknown_sizes_with_known_weights_give_the_same(case: Case, known: int) -> None:
     x, *parameters = case.inputs
     w = floats(*output_of(case).shape, seed=7)
@@ -202,11 +227,7 @@ def test_nodes(
 
 
 @pytest.mark.parametrize("dims", [(0, 4, 7, 6), ("N", 4, "H", "W")], ids=["static", "symbolic"])
-@pytest.mark.parametrize(
-    "case",
-    [case for case in CONV + TRANSPOSE if case.inputs[0].shape == X],
-    ids=str,
-)
+@by_case([case for case in CONV + TRANSPOSE if case.inputs[0].shape == X])
 def test_empty_batch(case: Case, dims: tuple[str | int, ...]) -> None:
     x, *parameters = case.inputs
     w = output_of(case)[:0]
@@ -228,6 +249,7 @@ GRID = list(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("transposed", [False, True], ids=["Conv", "ConvTranspose"])
 @pytest.mark.parametrize(("kernel", "strides", "dilations", "pads", "group"), GRID)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from checked import by_case, quick
 from dot_test import DOMAIN, Case, away_from, check, distinct, normal, uniform
 from onnx import helper
 from running import run
@@ -140,10 +141,70 @@ CASES = [
         name="float32",
     ),
 ]
+CASES = quick(
+    CASES,
+    """
+    Add-2x3_3
+    Sub-2x3_2x1
+    Mul-2x3_2x1
+    Div-2x3_3
+    Neg-2x3
+    Reciprocal-2x3
+    Sum-2x3_3_2x1
+    Mean-2x3_3_2x1
+    Mod-2x3_3
+    Pow-rank2-2x3_1x1
+    Pow-2x3_3#1
+    Sqrt-2x3
+    Exp-2x3
+    Log-2x3
+    Erf-2x3
+    Sin-2x3
+    Cos-2x3
+    Tan-2x3
+    Asin-2x3
+    Acos-2x3
+    Atan-2x3
+    Sinh-2x3
+    Cosh-2x3
+    Tanh-2x3
+    Asinh-2x3
+    Acosh-2x3
+    Atanh-2x3
+    Sigmoid-2x3
+    Softplus-2x3
+    Softsign-2x3
+    Gelu-2x3#1
+    Gelu-2x3
+    Swish-2x3
+    Swish-2x3#1
+    Mish-2x3
+    Relu-2x3
+    LeakyRelu-2x3
+    PRelu-2x3_3
+    ThresholdedRelu-2x3
+    Elu-alpha-2x3
+    Celu-alpha-2x3
+    Selu-8
+    HardSigmoid-falling-8
+    HardSigmoid-3x4
+    HardSwish-3x4
+    Abs-2x3
+    Shrink-3x4
+    Clip-3x4__
+    Clip-3x4_
+    Where-2x3_2x3_3
+    Max-2x3_3
+    Min-2x3_2x1
+    Identity-2x3
+    Cast-2x3
+    CastLike-2x3_1
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from checked import by_case, quick
 from domain_models import model, node, value
 from dot_test import Case, check, distinct, lowered, normal
 from onnx import helper
@@ -102,10 +103,30 @@ def caches() -> Iterator[Case]:
 
 
 CASES = [*gathers(), *scatters(), *caches()]
+CASES = quick(
+    CASES,
+    """
+    Gather-0-[[1, 1], [0, -1]]-run_time-3x4x5_2x2
+    Gather-2--1-constant-3x4x5_
+    Gather-0-1-constant-3x4x5_
+    Gather-1-[[1, 1], [0, -1]]-run_time-3x4x5_2x2
+    Gather-0-[[1, 1], [0, -1]]-constant-3x4x5_2x2
+    Gather-run_time-6x2_1x3
+    GatherElements-0-run_time-1x3x4_1x2x3
+    GatherND-run_time-3x4x5_3x4x1
+    Compress-0-run_time-3x4x5_3
+    ScatterElements-0-mul-4x5_2x4_2x4
+    ScatterElements-0-add-run_time-4x5_2x4_2x4
+    ScatterElements--1-max-4x5_2x4_2x4
+    ScatterND-max-3x4x5_3x2_3x5
+    ScatterND-add-run_time-3x4x5_2x1_2x4x5
+    TensorScatter-2x3x6x4_2x3x2x4_2#1
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from checked import by_case, quick
 from dot_test import Case, check, lowered, normal
 
 import ortops
@@ -106,10 +107,30 @@ CASES = [
     *gemms(),
     *(einsum(equation, *shapes) for equation, *shapes in EINSUM),
 ]
+CASES = quick(
+    CASES,
+    """
+    MatMul-5x2x4x3_3x2
+    MatMul-2x4x3_3
+    MatMul-3_2x3x4
+    MatMul-3_3x2
+    MatMul-3_3
+    MatMul-0x3_3x2
+    Gemm-00-scaled-4x3_3x2_4x2
+    Gemm-01-scaled-4x3_2x3_4x2
+    Einsum-...ij,...jk->...ik-2x3x4x3_2x3x3x2
+    Einsum-ij,jk->-2x3_3x2
+    Einsum-iji->j-3x2x3
+    Einsum-a,b,c->cab-2_3_4
+    Einsum-ij...->ji...-2x3x4
+    Einsum-...ij,jk->...ik-2x4x3_3x2
+    Einsum-...i,...i-2x3_2x3
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 

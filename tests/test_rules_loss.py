@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from checked import Checked
+from checked import Checked, by_case, quick
 from dot_test import DOMAIN, Case, check, normal, uniform
 from onnx import helper
 from running import run
@@ -51,10 +51,20 @@ CASES = [
     Case("LogSoftmax", [normal(2, 3, 4)], {"axis": 0}, orders=2),
     *loss_cases(),
 ]
+CASES = quick(
+    CASES,
+    """
+    Softmax-3x4
+    LogSoftmax-3x4
+    SoftmaxCrossEntropyLoss-none--1-weighted-5x3x2x3_5x2x3_3
+    NegativeLogLikelihoodLoss-mean--1-weighted-5x3x2x3_5x2x3_3
+    NegativeLogLikelihoodLoss-mean-None-5x3x2x3_5x2x3
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 

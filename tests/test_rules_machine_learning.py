@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from checked import ZERO_ELSEWHERE, without_gradient
+from checked import ZERO_ELSEWHERE, by_case, quick, without_gradient
 from domain_models import model, node, value
 from onnx import TensorProto, helper
 from running import REFUSALS, plain_session, run
@@ -268,6 +268,24 @@ CASES = [
     case("Scaler", [normal(2, 3, 4)], lambda x: (x - 1.5) * 2, "3", offset=[1.5], scale=[2.0]),
     *svm_cases(),
 ]
+CASES = quick(
+    CASES,
+    """
+    ArrayFeatureExtractor-3
+    FeatureVectorizer
+    Imputer-each
+    LinearRegressor-NONE-2
+    LinearClassifier-NONE-2
+    LinearClassifier-NONE-binary
+    LinearClassifier-LOGISTIC-binary
+    Normalizer-MAX-2
+    Scaler-3
+    SVMRegressor-POLY
+    SVMRegressor-LINEAR
+    SVMRegressor-SIGMOID
+    SVMRegressor-RBF
+    """,
+)
 
 
 def prepared(case: Fused, *, symbolic: bool) -> Any:
@@ -284,7 +302,7 @@ def whole(nodes, inputs, outputs, **options: Any) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_gradient(case: Fused, symbolic: bool) -> None:
     nodes, inputs, feeds, wide, total = prepared(case, symbolic=symbolic)
     xs = [f"x{i}" for i in case.differentiated]
@@ -305,7 +323,7 @@ def test_gradient(case: Fused, symbolic: bool) -> None:
         np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_second_order(case: Fused) -> None:
     """The gradient of Σ vᵢ · ∂y/∂xᵢ."""
     nodes, inputs, feeds, wide, total = prepared(case, symbolic=False)
@@ -330,11 +348,9 @@ def test_second_order(case: Fused) -> None:
         assert abs((gradient * u).sum() - expected) <= 1e-3 * scale
 
 
-@pytest.mark.parametrize(
-    "case",
+@by_case(
     [c for c in CASES if c.op in ("ArrayFeatureExtractor", "FeatureVectorizer", "LinearClassifier")]
-    + [c for c in CASES if c.op in ("Normalizer", "Scaler")],
-    ids=str,
+    + [c for c in CASES if c.op in ("Normalizer", "Scaler")]
 )
 def test_float64(case: Fused) -> None:
     """Inputs that onnxruntime takes in float64; the gradient has their type."""
@@ -382,7 +398,11 @@ KERNELS = {
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(c, dtype) for dtype, cases in KERNELS.items() for c in cases],
+    [
+        pytest.param(c, dtype, marks=() if c.quick else pytest.mark.slow)
+        for dtype, cases in KERNELS.items()
+        for c in cases
+    ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_definitions_say_what_onnxruntime_computes(case: Fused, dtype: type) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from checked import without_gradient
+from checked import by_case, quick, without_gradient
 from domain_models import DOMAIN, model, node, value
 from onnx import helper
 from running import optimized, run
@@ -46,6 +46,7 @@ class Fused:
         name: What tells the case from others of the operator.
         orders: Up to which order derivatives are checked.
         kernel: Whether onnxruntime runs the operator on CPUs.
+        quick: Whether the quick suite has it; see `checked.quick`.
     """
 
     op: str
@@ -57,6 +58,7 @@ class Fused:
     name: str = ""
     orders: int = 2
     kernel: bool = True
+    quick: bool = True
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}" if self.name else self.op
@@ -653,6 +655,33 @@ CASES = [
     nbits("packed", 8, k=40, bias=True),
     nbits("packed", 2, k=40),
 ]
+CASES = quick(
+    CASES,
+    """
+    Gelu
+    BiasGelu
+    FastGelu-bias
+    QuickGelu
+    BiasAdd
+    FusedMatMul-batch-trans
+    TransposeMatMul
+    FusedMatMulActivation
+    FusedGemm-HardSigmoid
+    FusedConv-LeakyRelu
+    SkipLayerNormalization-bias-sum-broadcast
+    SimplifiedLayerNormalization
+    SkipSimplifiedLayerNormalization-bias-sum
+    MultiHeadAttention-past-causal
+    GroupQueryAttention-norm-rotary
+    Attention-past
+    RotaryEmbedding-partial
+    EmbedLayerNormalization
+    MatMulBnb4-0
+    GatherBlockQuantized-4-False
+    MatMulNBits-4-float-32-bias
+    MatMulNBits-8-packed-40-bias
+    """,
+)
 
 
 STATIC = ("Attention", "EmbedLayerNormalization", "GatherBlockQuantized", "MatMulNBits")
@@ -714,7 +743,7 @@ def forward(case: Fused, *, symbolic: bool):
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_gradient(case: Fused, symbolic: bool) -> None:
     nodes, inputs, feeds, wide, total = forward(case, symbolic=symbolic)
     xs = [f"x{i}" for i in case.differentiated]
@@ -773,9 +802,7 @@ def mixed_difference(
     return result / (2 * step) ** len(directions)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.orders > 1], ids=lambda case: str(case)
-)
+@by_case([case for case in CASES if case.orders > 1])
 def test_higher_orders(case: Fused) -> None:
     """The gradient of Σ vᵢ · ∂y/∂xᵢ, and the same once more for a third order."""
     nodes, inputs, feeds, wide, total = forward(case, symbolic=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checked import by_case, quick
 from dot_test import DOMAIN, Case, away_from, check, normal, uniform
 from onnx import TensorProto, helper
 from running import run
@@ -130,10 +131,27 @@ CASES = [
         rtol=2e-3,
     ),
 ]
+CASES = quick(
+    CASES,
+    """
+    BatchNormalization-training-2x2x2x1x3_2_2_2_2
+    BatchNormalization-2x2x2x1x3_2_2_2_2
+    LayerNormalization-float32-3x5_5_5
+    LayerNormalization-2x3x4_3x4
+    LayerNormalization-broadcast-2x3x4_4_3x1
+    RMSNormalization-2x3x4_3x1
+    RMSNormalization-3x5_5
+    InstanceNormalization-1x3x2x2x2_3_3
+    GroupNormalization-1-2x4x2x3_4_4
+    LpNormalization-3x4
+    MeanVarianceNormalization-axes-2x3x2x3
+    LRN-2x5x2x3
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 

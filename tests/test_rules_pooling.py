@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from checked import by_case, quick
 from dot_test import DOMAIN, Case, check, distinct, normal
 from onnx import helper
 from running import run
@@ -92,6 +93,16 @@ AVERAGE = [
     Case("GlobalAveragePool", [normal(2, 3, 4, 5, dtype=np.float32)], orders=2, **UNIT),
     Case("GlobalAveragePool", [normal(2, 3, 4, dtype=np.float32)], orders=2, **UNIT),
 ]  # fmt: skip
+AVERAGE = quick(
+    AVERAGE,
+    """
+    AveragePool-ceil_pads_counted-2x3x7x8
+    AveragePool-larger_counted-2x3x4x3
+    AveragePool-larger_dilations-2x3x5
+    AveragePool-stride_1-2x3x6x4
+    GlobalAveragePool-2x3x4x5
+    """,
+)
 
 MAXIMUM = [
     maximum("1d", 2, 3, 7, kernel_shape=[3], strides=[2], pads=[1, 1]),
@@ -116,6 +127,14 @@ MAXIMUM = [
          rtol=2e-5, orders=2),
     Case("GlobalMaxPool", [distinct(2, 3, 4, gap=1.0).astype(np.float32)], epsilon=0.1, rtol=2e-5),
 ]  # fmt: skip
+MAXIMUM = quick(
+    MAXIMUM,
+    """
+    MaxPool-column_major-2x3x6x5
+    MaxPool-left_over-2x3x7x5
+    GlobalMaxPool-2x3x4x5
+    """,
+)
 
 NORM = [
     Case("GlobalLpPool", [normal(2, 3, 4, 5, dtype=np.float32)], orders=2, epsilon=0.01, rtol=5e-4),
@@ -129,6 +148,14 @@ NORM = [
     norm("larger_windows", 3, 2, 3, 5, kernel_shape=[8], pads=[5, 4], strides=[2]),
     norm("dilations", 2, 2, 3, 8, 7, kernel_shape=[3, 2], dilations=[2, 3]),
 ]
+NORM = quick(
+    NORM,
+    """
+    GlobalLpPool-2x3x4
+    GlobalLpPool-2x3x4x5
+    LpPool-4-2x3x6x8
+    """,
+)
 
 INDICES = np.array([[[[5, 7], [12, 14]]], [[[16, 19], [26, 30]]]])
 UNPOOL = [
@@ -140,7 +167,7 @@ UNPOOL = [
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", AVERAGE + MAXIMUM + NORM + UNPOOL, ids=str)
+@by_case(AVERAGE + MAXIMUM + NORM + UNPOOL)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 
@@ -230,7 +257,7 @@ def test_ties_and_kinks(
 
 
 @pytest.mark.parametrize("dims", [("N", "C", 8, 6), ("N", 3, "H", "W")], ids=["batch", "sizes"])
-@pytest.mark.parametrize("case", AVERAGE + MAXIMUM + NORM, ids=str)
+@by_case(AVERAGE + MAXIMUM + NORM)
 def test_unknown_sizes_give_the_same(case: Case, dims: tuple[str | int, ...]) -> None:
     x = case.inputs[0].astype(np.float32)
     known = tuple(
@@ -246,7 +273,7 @@ def test_unknown_sizes_give_the_same(case: Case, dims: tuple[str | int, ...]) ->
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", AVERAGE + MAXIMUM + NORM, ids=str)
+@by_case(AVERAGE + MAXIMUM + NORM)
 def test_empty_batch(case: Case, symbolic: bool) -> None:
     x = case.inputs[0].astype(np.float32)
     w = output_of(replace(case, inputs=[x]))[:0]
@@ -441,60 +468,66 @@ def test_padding_that_the_standard_and_onnxruntime_disagree_on_is_refused() -> N
     )
 
 
-GRID = [
-    given
-    for given in itertools.product(
-        ["max", "max_dilated", "average", "average_counted", "norm"],
+KINDS = ["max", "max_dilated", "average", "average_counted", "norm"]
+GRID = list(
+    itertools.product(
         [(2, 2), (3, 2), (3, 3)],  # kernel
         [(1, 1), (2, 2), (2, 3), (3, 2)],  # strides
         [(0, 0), (1, 1)],  # pads
         [0, 1],  # ceil_mode
     )
-    if given[0] != "norm" or not given[-1]  # PyTorch's lp_pool scales what ceil_mode cuts off
-]
+)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("opset", [21, 22])  # before 22, onnx counts windows in the padding
-@pytest.mark.parametrize(("kind", "kernel", "strides", "pads", "ceil_mode"), GRID)
-def test_like_torch(
-    kind: str,
-    kernel: tuple[int, int],
-    strides: tuple[int, int],
-    pads: tuple[int, int],
-    ceil_mode: int,
-    opset: int,
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_like_torch(kind: str, opset: int) -> None:
+    """Gradients of one x for all windows, computed by one model."""
     import torch
 
     functional = torch.nn.functional
     # Small integers, so that there are ties.
-    x = np.random.default_rng(5).integers(0, 4, (2, 3, 8, 9)).astype(np.float32)
-    leaf = torch.tensor(x, requires_grad=True)
-    attributes: dict[str, Any] = {
-        "kernel_shape": kernel, "strides": strides, "pads": pads * 2, "ceil_mode": ceil_mode
-    }  # fmt: skip
-    given = {"stride": strides, "padding": pads, "ceil_mode": bool(ceil_mode)}
-    match kind:
-        case "max":
-            op, y = "MaxPool", functional.max_pool2d(leaf, kernel, **given)
-        case "max_dilated":
-            op, attributes["dilations"] = "MaxPool", [2, 1]
-            y = functional.max_pool2d(leaf, kernel, dilation=(2, 1), **given)
-        case "norm":
-            op, x = "LpPool", x + 1
-            leaf = torch.tensor(x, requires_grad=True)
-            padded = functional.pad(leaf, (pads[1], pads[1], pads[0], pads[0]))
-            y = functional.lp_pool2d(padded, 2.0, kernel, strides, bool(ceil_mode))
-        case _:
-            op, attributes["count_include_pad"] = "AveragePool", int(kind == "average_counted")
-            y = functional.avg_pool2d(
-                leaf, kernel, count_include_pad=kind == "average_counted", **given
-            )
-    case = Case(op, [x], attributes, opset=opset)
-    assert output_of(case).shape == tuple(y.shape)
-    w = normal(*y.shape, dtype=np.float32)
-    (y * torch.tensor(w)).sum().backward()
+    x = np.random.default_rng(5).integers(0, 4, (2, 3, 8, 9)).astype(np.float32) + (kind == "norm")
+    cases, feeds, expected, wrong = [], {"x": x}, [], []
+    for kernel, strides, pads, ceil_mode in GRID:
+        leaf = torch.tensor(x, requires_grad=True)
+        attributes: dict[str, Any] = {
+            "kernel_shape": kernel, "strides": strides, "pads": pads * 2, "ceil_mode": ceil_mode
+        }  # fmt: skip
+        given = {"stride": strides, "padding": pads, "ceil_mode": bool(ceil_mode)}
+        match kind:
+            case "max":
+                op, y = "MaxPool", functional.max_pool2d(leaf, kernel, **given)
+            case "max_dilated":
+                op, attributes["dilations"] = "MaxPool", [2, 1]
+                y = functional.max_pool2d(leaf, kernel, dilation=(2, 1), **given)
+            case "norm" if ceil_mode:  # PyTorch's lp_pool scales what it cuts off
+                continue
+            case "norm":
+                op = "LpPool"
+                padded = functional.pad(leaf, (pads[1], pads[1], pads[0], pads[0]))
+                y = functional.lp_pool2d(padded, 2.0, kernel, strides)
+            case _:
+                op, attributes["count_include_pad"] = "AveragePool", int(kind == "average_counted")
+                y = functional.avg_pool2d(
+                    leaf, kernel, count_include_pad=kind == "average_counted", **given
+                )
+        case = Case(op, [x], attributes, opset=opset)
+        if output_of(case).shape != tuple(y.shape):
+            wrong.append(f"{attributes}: shape {output_of(case).shape}, PyTorch has {y.shape}")
+            continue
+        w = normal(*y.shape, dtype=np.float32)
+        (y * torch.tensor(w)).sum().backward()
+        feeds[f"w{len(cases) or ''}"] = w
+        cases.append(case)
+        expected.append(leaf.grad.numpy())
+    sizes = [array.shape for array in feeds.values()][1:]
+    assert len(cases) >= 24
     for dims in (None, ("N", 3, "H", "W")):
-        (found,) = run(lowered(case, dims), {"x": x, "w": w})
-        np.testing.assert_allclose(found, leaf.grad.numpy(), rtol=1e-5, atol=1e-5)
+        results = run(lowered_each(cases, sizes, dims), feeds)
+        for case, right, found in zip(cases, expected, results, strict=True):
+            if not np.allclose(found, right, rtol=1e-5, atol=1e-5):
+                wrong.append(f"{case.attributes}, {dims}: off by {np.abs(found - right).max()}")
+    assert wrong == []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from checked import Checked
+from checked import Checked, by_case
 from domain_models import model, node, value
 from dot_test import Case, check, normal
 from onnx import TensorProto, helper
@@ -266,6 +266,6 @@ CASES = [
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dequantized_weights(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from checked import Checked
+from checked import Checked, by_case
 from domain_models import DOMAIN, model, node, value
 from onnx import TensorProto, helper
 from onnxruntime.quantization import (
@@ -67,6 +67,7 @@ class Case:
     arrange: Sequence[int | None] = ()
     name: str = ""
     orders: int = 1
+    quick: bool = True
 
     @property
     def differentiated(self) -> list[int]:
@@ -367,7 +368,7 @@ def build(
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_straight_through(case: Case, symbolic: bool) -> None:
     nodes, inputs, feeds, constants, (wide, total, evaluate) = build(case, symbolic)
     xs = list(wide)

@@ -18,7 +18,7 @@ import onnx
 import onnx.inliner
 import onnx.reference
 import pytest
-from checked import without_gradient
+from checked import by_case, quick, without_gradient
 from domain_models import model, node, value
 from onnx import TensorProto, helper
 from running import plain_session, run, run_session
@@ -143,6 +143,7 @@ class Case:
         hidden_size: The attribute.
         name: What tells the case from others.
         domain: The operator's domain.
+        quick: Whether the quick suite has it; see `checked.quick`.
     """
 
     op: str
@@ -155,6 +156,7 @@ class Case:
     hidden_size: int | None = 3
     name: str = ""
     domain: str = ""
+    quick: bool = True
 
     def __str__(self) -> str:
         direction = self.attributes.get("direction", "forward")
@@ -425,6 +427,18 @@ CASES = [
     ),
     *activation_cases(),
 ]
+CASES = quick(
+    CASES,
+    """
+    LSTM-forward-peepholes_lens
+    LSTM-forward-clip
+    LSTM-forward-coupled_peepholes
+    GRU-forward-clip
+    GRU-forward-linear
+    GRU-bidirectional-linear_lens
+    RNN-forward-clip
+    """,
+)
 
 
 def has_shapes(case: Case) -> bool:
@@ -437,24 +451,18 @@ def is_known(case: Case) -> bool:
     return not (case.attributes.get("layout") and case.lens)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if has_shapes(case) else pytest.mark.slow, id=str(case))
-        for case in CASES
-    ],
-)
+@by_case(CASES)
 def test_gradient(case):
     check(case, symbolic=False)
 
 
-@pytest.mark.parametrize("case", [*filter(has_shapes, CASES)], ids=str)
+@by_case([*filter(has_shapes, CASES)])
 def test_gradient_at_symbolic_shapes(case):
     twice = case.name in ("", "linear", "lens") and case.attributes != DIRECTIONS[2]
     check(replace(case, orders=1 + twice), symbolic=True)
 
 
-@pytest.mark.parametrize("case", [*filter(is_known, CASES)], ids=str)
+@by_case([*filter(is_known, CASES)])
 def test_equations(case):
     """The equations of this file are those of onnxruntime, or of onnx where that refuses."""
     arrays = case.arrays()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checked import by_case, quick
 from dot_test import Case, away_from, check, distinct, normal, uniform
 from test_rules_elementwise import gradients, single
 
@@ -102,10 +103,30 @@ CASES = [
         for constant in ([1], [])
     ),
 ]
+CASES = quick(
+    CASES,
+    """
+    ReduceSum-two-keep0-2x3x4_2
+    ReduceMean-two-keep0-2x3x4_2
+    ReduceMean-run_time-one-keep0-2x3x4_1
+    ReduceMax-two-keep0-2x3x4_2
+    ReduceMin-two-keep0-2x3x4_2
+    ReduceProd-two-keep0-2x3x4_2
+    ReduceProd-zeros-run_time-2x3x4_1
+    ReduceL1-two-keep0-2x3x4_2
+    ReduceL2-two-keep0-2x3x4_2
+    ReduceSumSquare-two-keep0-2x3x4_2
+    ReduceLogSum-two-keep0-2x3x4_2
+    ReduceLogSumExp-two-keep0-2x3x4_2
+    CumProd-2x3x4_#3
+    CumSum-2x3x4_#3
+    TopK-3x4_1#6
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from checked import by_case, quick
 from dot_test import DOMAIN, Case, check, distinct, lowered, normal, uniform
 from onnx import helper
 from running import run
@@ -41,10 +42,18 @@ GRID = [
     )
     if (rank, mode) != (5, "cubic")
 ]
+GRID = quick(
+    GRID,
+    """
+    GridSample-linear_zeros_0-2x3x3x4x5_2x2x3x2x3
+    GridSample-nearest_border_0-2x3x4x5_2x3x4x2
+    GridSample-cubic_reflection_1-2x3x4x5_2x3x4x2
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("given", GRID, ids=str)
+@by_case(GRID, "given")
 def test_dot(given: Case, symbolic: bool) -> None:
     check(given, symbolic=symbolic)
 
@@ -69,6 +78,14 @@ OTHERS = [
     Case("Col2Im", [normal(2, 6, 4, dtype=np.float32), np.array([6]), np.array([3])],
          constant=[1, 2], name="1d", **UNIT),
 ]  # fmt: skip
+OTHERS = quick(
+    OTHERS,
+    """
+    AffineGrid-2x2x3_4
+    Col2Im-3d-1x16x12_3_3
+    Col2Im-plain-2x8x9_2_2
+    """,
+)
 
 
 def deform(
@@ -112,10 +129,16 @@ DEFORM = [
     deform("offset_groups", outputs=(3, 5), offset_group=2),
     deform("one_tap", outputs=(5, 6), kernel=(1, 1), offset_group=2, group=2),
 ]
+DEFORM = quick(
+    DEFORM,
+    """
+    DeformConv-all-2x4x5x6_4x4x3x2_2x12x3x3_4_2x6x3x3
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("given", OTHERS + DEFORM, ids=str)
+@by_case(OTHERS + DEFORM, "given")
 def test_dot_of_others(given: Case, symbolic: bool) -> None:
     check(given, symbolic=symbolic)
 
@@ -158,6 +181,13 @@ ALIGN = [
         ("avg", "max"), (0, 2), ("half_pixel", "output_half_pixel")
     )
 ]
+ALIGN = quick(
+    ALIGN,
+    """
+    RoiAlign-avg_0_half_pixel-2x3x6x7_4x4_4
+    RoiAlign-max_0_half_pixel-2x3x6x7_4x4_4
+    """,
+)
 ROI_POOL = Case(
     "MaxRoiPool",
     [
@@ -175,7 +205,7 @@ ROI_POOL = Case(
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("given", [*ALIGN, ROI_POOL], ids=str)
+@by_case([*ALIGN, ROI_POOL], "given")
 def test_dot_of_regions(given: Case, symbolic: bool) -> None:
     check(given, symbolic=symbolic)
 
@@ -291,7 +321,7 @@ def test_no_samples(op: str, shapes: list[tuple[int, ...]], attributes: dict[str
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("given", GRID, ids=str)
+@by_case(GRID, "given")
 def test_like_torch(given: Case) -> None:
     import torch
 

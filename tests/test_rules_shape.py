@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from checked import by_case, quick
 from dot_test import DOMAIN, Case, check, lowered, normal
 from onnx import TensorProto, helper
 from running import run
@@ -185,10 +186,44 @@ CASES = [
     *blocks(),
     *triangles(),
 ]
+CASES = quick(
+    CASES,
+    """
+    Reshape-(6, 4)-run_time-2x3x4_2
+    Transpose-(0, 2, 1)-2x3x4
+    Flatten-0-2x3x4
+    Squeeze-2x3
+    Squeeze-(0,)-run_time-1x3x1x1_1
+    Unsqueeze-(0,)-run_time-2x3_1
+    Expand-(3, 4)-run_time-3x1_2
+    Tile-(1, 1, 1)-constant-2x3x4_3
+    Tile-(1, 1, 1)-run_time-2x3x4_3
+    Tile-constant-5_1
+    Concat-0-2x3x4_1x3x4_3x3x4
+    Concat-1-3x2x4_3x1x4_3x3x4
+    Split-0-into_3-7x3x4
+    Slice-(1, 2):(max, 4):(2, 0):(1, 1)-constant-5x6x4_2_2_2_2
+    Slice-(3,):(3,):(0,):None-run_time-5x6x4_1_1_1
+    Slice-(-100,):(100,):(0,):(1,)-constant-5x6x4_1_1_1_1
+    Slice-(4, 1):(0, 5):(0, 1):(-2, 3)-constant-5x6x4_2_2_2_2
+    Slice-(0,):(max,):(1,):(2,)-constant-5x6x4_1_1_1_1
+    Slice-(-3,):(-1,):(1,):None-constant-5x6x4_1_1_1
+    Slice-(0,):(-1,):(-1,):None-constant-5x6x4_1_1_1
+    Slice-(1, 0):(4, 2):None:None-run_time-5x6x4_2_2
+    Pad-(0, 0, 0, 0)-value-constant-3x4_4_
+    Pad-reflect-axes-run_time-2x3x4_2_1
+    Pad-int32_axes-2x3x4_2_1
+    CenterCropPad-run_time-2x3x4_2
+    SpaceToDepth-2x3x4x6
+    DepthToSpace-CRD-2x8x2x3
+    Trilu-0-0-run_time-2x4x3_
+    ReverseSequence-run_time-3x4x2_3
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checked import by_case, quick
 from dot_test import Case, check, normal
 
 
@@ -73,9 +74,18 @@ def stft_cases() -> Iterator[Case]:
 
 
 CASES = [*dft_cases(), *stft_cases()]
+CASES = quick(
+    CASES,
+    """
+    DFT-6-4-real-inverse-2x4x3x2__
+    STFT-constant-0-2x11x1__4_
+    STFT-constant-2x11x2__4
+    STFT-fed-0-2x11x1__4_
+    """,
+)
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
