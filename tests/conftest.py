@@ -158,11 +158,6 @@ def signals_arrive() -> Generator[None, None, None]:
         signal.signal(number, signal.SIG_IGN)
 
 
-@pytest.fixture
-def hangups_arrive(signals_arrive: None) -> None:
-    """For tests that name it; it does nothing more than what all tests have."""
-
-
 def generators_of(module: ModuleType) -> Iterator[np.random.Generator]:
     """Yields the generators of a module, and of those from which it has functions."""
     names = {id(vars(module)): vars(module)}

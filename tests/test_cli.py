@@ -667,7 +667,6 @@ def until_an_epoch(process: subprocess.Popen[Any]) -> None:
 LONG = [*("--epochs", "100000"), *("--checkpoint-steps", "1000000"), "--no-quiet"]
 
 
-@pytest.mark.usefixtures("hangups_arrive")
 @pytest.mark.skipif(os.name == "nt", reason="terminals are POSIX's")
 def test_a_training_whose_terminal_is_closed_is_saved(folder):
     import pty
@@ -688,7 +687,6 @@ def test_a_training_whose_terminal_is_closed_is_saved(folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
-@pytest.mark.usefixtures("hangups_arrive")
 @pytest.mark.parametrize(("name", "status"), [("SIGHUP", 129), ("SIGTERM", 143)])
 def test_a_signal_ends_a_training_with_what_to_do_next(folder, name, status):
     command = [sys.executable, "-m", "ortops", *TRAIN, *LONG, "--save", "part.onnx"]
