@@ -180,8 +180,18 @@ class NodeCase:
 
 
 def parametrized(names: Collection[str]) -> pytest.MarkDecorator:
-    """Gives a test the cases of some names, one by one."""
-    return pytest.mark.parametrize("name", [pytest.param(n, id=n[len("test_") :]) for n in names])
+    """Gives a test the cases of some names, one by one; those of what is expanded are slow."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(
+                name,
+                id=name.removeprefix("test_"),
+                marks=pytest.mark.slow if "_expanded" in name else (),
+            )
+            for name in names
+        ],
+    )
 
 
 def is_float(array: Any) -> bool:
