@@ -196,7 +196,7 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
 }
 CACHE = ".cache"
 """Where tests in a copy of the checkout keep what other runs may use."""
-TIMEOUT = 1800
+TIMEOUT = 3600
 """Seconds after which tests of a mutant are ended; it counts as killed, which its line says."""
 
 
