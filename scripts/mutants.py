@@ -111,7 +111,7 @@ ROOMS = {
         "test_training_* test_predictions test_parameters test_precision test_export_step "
         "test_digits test_callbacks test_arrow test_anomalies test_batch_size test_collate "
         "test_gradients test_row_axes test_train_metrics test_validation_split test_entries "
-        "test_fast_dev_run test_with_trainable test_constants_of_sessions "
+        "test_fast_dev_run test_with_trainable test_constants_of_sessions test_logits_in_parts "
         "reliability/test_feeds reliability/test_resume reliability/test_features "
         "reliability/test_divergence reliability/test_fit_signals",
     ),
@@ -196,7 +196,7 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
 }
 CACHE = ".cache"
 """Where tests in a copy of the checkout keep what other runs may use."""
-TIMEOUT = 1800
+TIMEOUT = 3600
 """Seconds after which tests of a mutant are ended; it counts as killed, which its line says."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import ortops
 from ortops import ModelError, TrainingSession
 from ortops.losses import BinaryCrossEntropy, BinaryCrossEntropyWithLogits, SoftmaxCrossEntropy
+from ortops.training.probabilities import warn_of_probabilities
 
 WEIGHTS = ", ".join(map(str, np.random.default_rng(0).standard_normal(48).round(2).tolist()))
 
@@ -245,3 +247,19 @@ def test_logits_that_look_like_probabilities(
     assert len(said) == warned
     if said:
         assert said[0].startswith("fit: the loss reads 'y' as logits, but its values in the first")
+
+
+@pytest.mark.parametrize(
+    ("values", "warned"),
+    [([0.5], False), ([0.5, 0.2], True), ([0, 1], True), ([0.5, 1.5], False), ([-0.1, 0], False)],
+)
+def test_two_numbers_may_look_like_probabilities(
+    values: list[float], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    note = SimpleNamespace(output="y", bounded=True)
+    session = SimpleNamespace(
+        metadata=SimpleNamespace(predictions=[note]),
+        predict=lambda batch, outputs: np.array(values, np.float32),
+    )
+    warn_of_probabilities(session, {})
+    assert ["as probabilities do" in each.message for each in caplog.records] == [True] * warned

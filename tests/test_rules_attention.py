@@ -155,6 +155,7 @@ CASES = quick(
     Attention-softcap-causal-2x4x3x4_2x4x5x4_2x4x5x6
     Attention-masked-row-2x4x3x4_2x4x5x4_2x4x5x6_2x1x3x5
     Attention-window1-10-2x4x3x4_2x4x5x4_2x4x5x6_2x4x2x4_2x4x2x6
+    Attention-nonpad-1-2x4x3x4_2x4x5x4_2x4x5x6_2
     RotaryEmbedding-rank3-1-0-2x3x12_7x3_7x3_2x3
     RotaryEmbedding-rank3-0-0-2x3x12_7x3_7x3_2x3
     RotaryEmbedding-rank3-0-4-2x3x12_7x2_7x2_2x3

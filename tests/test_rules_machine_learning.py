@@ -274,7 +274,8 @@ CASES = quick(
     ArrayFeatureExtractor-3
     FeatureVectorizer
     Imputer-each
-    LinearRegressor-NONE-2
+    LinearRegressor-PROBIT-1
+    LinearRegressor-SOFTMAX_ZERO-2
     LinearClassifier-NONE-2
     LinearClassifier-NONE-binary
     LinearClassifier-LOGISTIC-binary

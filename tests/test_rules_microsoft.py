@@ -668,6 +668,7 @@ CASES = quick(
     FusedMatMulActivation
     FusedGemm-HardSigmoid
     FusedConv-LeakyRelu
+    FusedConv-sum
     SkipLayerNormalization-bias-sum-broadcast
     SimplifiedLayerNormalization
     SkipSimplifiedLayerNormalization-bias-sum
@@ -677,9 +678,11 @@ CASES = quick(
     RotaryEmbedding-partial
     EmbedLayerNormalization
     MatMulBnb4-0
+    MatMulBnb4-1
     GatherBlockQuantized-4-False
     MatMulNBits-4-float-32-bias
     MatMulNBits-8-packed-40-bias
+    MatMulNBits-4-default-32-
     """,
 )
 

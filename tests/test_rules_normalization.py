@@ -139,6 +139,7 @@ CASES = quick(
     LayerNormalization-float32-3x5_5_5
     LayerNormalization-2x3x4_3x4
     LayerNormalization-broadcast-2x3x4_4_3x1
+    LayerNormalization-all-2x3_3
     RMSNormalization-2x3x4_3x1
     RMSNormalization-3x5_5
     InstanceNormalization-1x3x2x2x2_3_3

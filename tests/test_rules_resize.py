@@ -135,9 +135,9 @@ FORMS = [
          roi=[0, 0, 0.1, 0.2, 1, 1, 0.8, 0.7]),
     case("keeps_all_lengths", (2, 3, 5, 4), scales=[1, 1, 1.1, 1.2], mode="linear"),
 ]  # fmt: skip
-CASES = every_form() + FORMS
-CASES = quick(
-    CASES,
+RESIZE = every_form() + FORMS
+RESIZE = quick(
+    RESIZE,
     """
     Resize-5d_linear-2x3x4x5x6_5
     Resize-not_larger_antialias-2x3x9x6_2
@@ -148,11 +148,11 @@ CASES = quick(
     Resize-1d_nearest-7_1
     """,
 )
-FORMS = CASES[-len(FORMS) :]
+FORMS = RESIZE[-len(FORMS) :]
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@by_case(CASES, "given")
+@by_case(RESIZE, "given")
 def test_dot(given: Case, symbolic: bool) -> None:
     check(given, symbolic=symbolic)
 

@@ -45,9 +45,10 @@ GRID = [
 GRID = quick(
     GRID,
     """
-    GridSample-linear_zeros_0-2x3x3x4x5_2x2x3x2x3
-    GridSample-nearest_border_0-2x3x4x5_2x3x4x2
     GridSample-cubic_reflection_1-2x3x4x5_2x3x4x2
+    GridSample-nearest_border_0-2x3x4x5_2x3x4x2
+    GridSample-linear_zeros_0-2x3x3x4x5_2x2x3x2x3
+    GridSample-cubic_zeros_1-2x3x4x5_2x3x4x2
     """,
 )
 

@@ -78,9 +78,12 @@ CASES = quick(
     CASES,
     """
     DFT-6-4-real-inverse-2x4x3x2__
+    DFT-5-7-onesided-2x5x3x1__
+    DFT-5-7-inverse-2x5x3x2__
     STFT-constant-0-2x11x1__4_
     STFT-constant-2x11x2__4
     STFT-fed-0-2x11x1__4_
+    STFT-fed-2x11x2__4
     """,
 )
 
