@@ -38,7 +38,6 @@ FILES = {
     "test_lora_peft.py": ("torch", "onnxscript", "transformers", "peft"),
     "test_lora_language_models.py": ("torch", "transformers", "peft"),
     "test_function_torch.py": ("torch",),
-    "test_onnx_node_cases_torch.py": ("torch",),
     "test_optimized_exports.py": ("torch", "onnxscript", "transformers"),
     "jax_function.py": ("jax",),
     "pytensor_op.py": ("pytensor",),
