@@ -23,6 +23,7 @@ from ortops import TrainingSession, build_training_model, optimizers, schedules
 from ortops.cli import main
 from ortops.errors import UnsupportedError
 from ortops.execution.memory import DeviceArray
+from ortops.execution.providers import why_unusable
 from ortops.execution.settings import Settings
 from tests.internals import execution_of
 from tests.test_entries import rows, two_heads
@@ -128,6 +129,17 @@ def test_a_hundred_steps_equal_the_cpu(name: str) -> None:
     assert losses[1][-1] < losses[1][0]
     assert device.steps_done == 100
     assert_close(device.state, cpu.state, of_states)
+
+
+def test_a_provider_that_is_asked_for_again_is_not_registered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second registration fails, and the next session would then end the process."""
+    with monkeypatch.context() as hidden:
+        hidden.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+        for _ in range(2):
+            assert why_unusable("webgpu").endswith("has found no device on this machine")
+    assert why_unusable("webgpu") == ""
 
 
 def test_variables_are_on_the_device() -> None:

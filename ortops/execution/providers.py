@@ -35,6 +35,9 @@ _PLUGINS = {WEBGPU: "onnxruntime_ep_webgpu"}
 _PLUGIN_NAME = "ortops_{}"
 """The name under which a plugin is registered with onnxruntime."""
 
+_registered: set[str] = set()
+"""Providers whose plugins are registered: to do it again fails, and their sessions then crash."""
+
 _REFUSED = {
     "OpenVINO": (
         "its graphs cannot have variables among their inputs, and it computes in lower precision "
@@ -213,12 +216,14 @@ def _register(name: str) -> str:
         return f"{missing}: it needs the package {distribution} (pip install ortops[webgpu])"
     if not hasattr(onnxruntime, "register_execution_provider_library"):
         return f"{missing}: {distribution} needs a newer onnxruntime than {onnxruntime.__version__}"
-    try:
-        onnxruntime.register_execution_provider_library(
-            _PLUGIN_NAME.format(_PLUGINS[name]), plugin.get_library_path()
-        )
-    except Exception as error:  # onnxruntime's classes have no common base class
-        return f"{missing}: {distribution} cannot be registered ({_first_line(error)})"
+    if name not in _registered:
+        try:
+            onnxruntime.register_execution_provider_library(
+                _PLUGIN_NAME.format(_PLUGINS[name]), plugin.get_library_path()
+            )
+        except Exception as error:  # onnxruntime's classes have no common base class
+            return f"{missing}: {distribution} cannot be registered ({_first_line(error)})"
+        _registered.add(name)
     if name not in onnxruntime.get_available_providers():
         return f"'{name}' has found no device on this machine"
     return ""
