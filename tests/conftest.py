@@ -196,6 +196,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[tests_left_out] = Counter()
     config.stash[files_left_out] = {}
     config.pluginmanager.register(Importable())
+    config.pluginmanager.register(Slowing())
     # Nothing of what is collected is garbage, and each sweep through a million objects takes long.
     gc.disable()
 
@@ -248,6 +249,34 @@ class Importable:
         if ">>>" not in text:  # leaves out the collector of doctests
             collectors = [collector for collector in collectors if type(collector) is pytest.Module]
         return collectors or [LeftOut.from_parent(parent, path=file_path)]
+
+
+def spread(count: int, of: int) -> set[int]:
+    """Returns so many of the first numbers, from the first to the last, at even distances."""
+    return {0} if count == 1 else {round(i * (of - 1) / (count - 1)) for i in range(count)}
+
+
+def mark_slow(items: list[pytest.Item]) -> None:
+    """Marks the cases of tests marked ``quick(count)`` slow, but for so many of them."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in cases.values():
+        mark = each[0].get_closest_marker("quick")
+        assert mark is not None
+        kept = spread(*mark.args, of=len(each))
+        for number, item in enumerate(each):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+class Slowing:
+    """A plugin that marks tests before they are selected by their marks."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        mark_slow(items)
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that only what was asked for is counted

@@ -114,6 +114,7 @@ def test_codes_stand_for_the_shares_of_the_paper() -> None:
     np.testing.assert_array_equal(both[3], codes)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("block", [64, 256, 2048])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(40, 130), (4096,), (3, 2, 1000)])
@@ -187,6 +188,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_sessions_follow_the_paper(way: str) -> None:
     session = TrainingSession(build(), **WAYS[way])
@@ -233,6 +235,7 @@ def test_state_takes_a_quarter_of_adams_memory() -> None:
     assert own / adams < 0.27  # 2 · (1 + 4 / 256) of 8 bytes, and parts of blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "settings",
@@ -306,6 +309,7 @@ def test_the_step_graph_runs_without_ortops() -> None:
         np.testing.assert_allclose(found[f"{name}_new"], session.state[name], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [256, 2048])
 def test_loss_is_that_of_adam(block: int) -> None:
     """Within one percent, after 300 steps that bring it down to a tenth."""

@@ -37,6 +37,7 @@ def of_rule(state: Any, name: str, weight: str = "") -> dict[str, Array]:
 # ----------------------------------------------------------------------- other drivers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("web", [False, True])
 def test_a_driver_follows_the_paper_and_python_goes_on(web: bool, tmp_path: Path) -> None:
     export_step(build(), tmp_path, web=web)
@@ -79,6 +80,7 @@ def test_two_halves_follow_the_paper() -> None:
 # ------------------------------------------------------------------------ several ranks
 
 
+@pytest.mark.slow
 def test_ranks_follow_the_paper_and_agree() -> None:
     model, given = build(), batches(8)
 
@@ -96,6 +98,7 @@ def test_ranks_follow_the_paper_and_agree() -> None:
     assert_same_arrays(first, second)
 
 
+@pytest.mark.slow
 def test_ranks_go_on_from_a_file_bit_for_bit(tmp_path: Path) -> None:
     """From the middle of an epoch, with accumulated gradients that are clipped."""
     model = build(clip_norm=0.1)
@@ -128,6 +131,7 @@ def test_ranks_go_on_from_a_file_bit_for_bit(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ 16 bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HALVES, ids=TensorProto.DataType.Name)
 def test_masters_of_16_bits_follow_the_paper(kind: int, tmp_path: Path) -> None:
     dtype = HALVES[kind]
@@ -160,6 +164,7 @@ def test_masters_of_16_bits_follow_the_paper(kind: int, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- two entries
 
 
+@pytest.mark.slow
 def test_each_of_two_entries_trains_as_if_alone(tmp_path: Path) -> None:
     """Both with moments of 8 bits, in blocks of different sizes."""
     alone = {"main": ["fc1", "bias"], "other": ["fc2"]}
@@ -188,6 +193,7 @@ def test_each_of_two_entries_trains_as_if_alone(tmp_path: Path) -> None:
         assert together.state[f"{prefix}{alone[entry][0]}.V"].dtype == np.uint8
 
 
+@pytest.mark.slow
 def test_a_step_of_two_entries_updates_both() -> None:
     both = ortops.add_training(
         build(trainable=["fc1"]),

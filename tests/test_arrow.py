@@ -77,6 +77,7 @@ def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(arrow_module, "_MEMORY", 800)  # fewer bytes than all forms take
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_training_equals_that_of_arrays(form: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"epochs": 2, "batch_size": 8, "seed": 3, "progress": False}
@@ -95,6 +96,7 @@ def test_training_equals_that_of_arrays(form: str, tmp_path: Path) -> None:
     assert as_text == pytest.approx(other.evaluate(in_memory)["loss"], rel=1e-6)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("form", FORMS)
 def test_each_row_is_read_once_per_epoch(form: str, tmp_path: Path) -> None:
@@ -133,6 +135,7 @@ def test_few_blocks_are_read_and_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(read) <= 2 * 11
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("form", ["parquet", "feather", "dataset"])
 @pytest.mark.parametrize("stop", [3, 11])
@@ -198,6 +201,7 @@ def test_balanced_classes(tmp_path: Path) -> None:
     assert one.state["table"].tobytes() == other.state["table"].tobytes()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 def test_lists_of_different_lengths_are_padded(form: str, tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def gradients(
     return dict(session.gradients(feeds)), spy, feeds
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("shown", [False, True])
 @pytest.mark.parametrize(
@@ -147,6 +148,7 @@ def test_gradients(
     assert sum(last == (side, side) for last in spy.last) == passes
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("changes", [{"between": "Mul"}, {"between": "Dropout"}, {"again": True}])
 def test_other_uses_of_the_probabilities(changes: dict[str, Any], heads: int) -> None:
@@ -160,6 +162,7 @@ def test_other_uses_of_the_probabilities(changes: dict[str, Any], heads: int) ->
             np.testing.assert_array_equal(found[name], value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"recompute": "sqrt"}, {"optimizer_in_backward": True}, {"outputs": []}]
 )

@@ -102,6 +102,7 @@ def forms(twin: Any) -> list[tuple[onnx.ModelProto, bool]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.optional("captum", "export")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -208,6 +209,7 @@ def test_integrated_gradients_add_up_to_the_difference_of_scores() -> None:
     assert np.allclose(found, scores(IMAGES)[:, 2] - scores(start.copy())[:, 2], rtol=1e-3)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("opset", [21, 22, 24])
 @pytest.mark.parametrize("dtype", ["float", "double", "float16"])
 def test_noise_is_normally_distributed(opset: int, dtype: str) -> None:
@@ -241,6 +243,7 @@ def test_noise_without_samples_of_it_is_saliency() -> None:
     assert np.allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_attributed_models_keep_their_outputs_and_only_have_standard_operators() -> None:
     for make in (
         attribution.saliency,
@@ -312,6 +315,7 @@ FOLDER = Path(__file__).parents[1] / ".models"
 TEXT_DIRECTION = FOLDER / "ch_ppocr_mobile_v2.0_cls_mobile.onnx"
 
 
+@pytest.mark.slow
 @pytest.mark.fetched(TEXT_DIRECTION)
 def test_a_served_classifier_is_explained() -> None:
     """A file that PaddlePaddle wrote: gradients as finite differences, and sums of attributions."""

@@ -37,6 +37,7 @@ def session() -> TrainingSession:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 100])
 def test_all_rows_if_they_fit(rows: int) -> None:
     data = labelled((6,), rows=rows)
@@ -44,6 +45,7 @@ def test_all_rows_if_they_fit(rows: int) -> None:
     assert ortops.find_batch_size(session(), data, largest=50) == min(rows, 50)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("base", [50, 1000])
 @pytest.mark.parametrize("per_row", [0.5, 3, 17])
 @pytest.mark.parametrize("limit", [1100, 1200, 5000])
@@ -77,6 +79,7 @@ def test_a_size_that_cannot_be_allocated(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 19 <= ortops.find_batch_size(session(), labelled((6,), rows=100)) <= 20
 
 
+@pytest.mark.slow
 def test_memory_that_is_measured() -> None:
     """A limit between those of two sizes, each row of which takes 4 MB in a product."""
     draw = np.random.default_rng(0)
@@ -100,6 +103,7 @@ def test_memory_that_is_measured() -> None:
     assert resident() < limit - 40 * MEGABYTE  # what it took is free again
 
 
+@pytest.mark.slow
 def test_the_session_stays_as_it_is() -> None:
     data = labelled((6,), rows=20)
     made, plain = session(), session()

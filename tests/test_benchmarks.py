@@ -255,6 +255,7 @@ def test_what_is_compared_tells_a_slightly_wrong_step(
     assert wrong.difference(right) > 3 * it.tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "timed"), [([2.0, 1.01], [2.0, 1.0]), ([2.0, math.nan], [2.0, 1.0])]
 )
@@ -553,6 +554,7 @@ def test_a_depthwise_convolution_of_one_element_is_no_product() -> None:
     assert not ideal.is_product(profiling.Node("t", "Tanh", "[2,3]", 1.0))
 
 
+@pytest.mark.slow
 def test_the_ideal_time_has_the_time_of_products_alone_and_of_memory() -> None:
     x = np.zeros((256, 2048), np.float32)
     inputs = [make_tensor_value_info(name, 1, x.shape) for name in "ab"]
@@ -578,6 +580,7 @@ def test_the_ideal_time_has_the_time_of_products_alone_and_of_memory() -> None:
     assert found.sum == found.products.ideal + found.others.ideal + found.update.ideal
 
 
+@pytest.mark.slow
 def test_a_profile_names_operators_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--profile", "--only", MODEL]) == 0
     shown = capsys.readouterr().out
@@ -588,6 +591,7 @@ def test_a_profile_names_operators_and_nodes(capsys: pytest.CaptureFixture[str])
     assert "[32,784]" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.optional("llvmlite", "fast")
 def test_a_profile_of_compiled_updates(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--profile", "--only", MODEL, "--peer", "ortops, compiled"]) == 0

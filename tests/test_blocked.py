@@ -129,6 +129,7 @@ CONVOLUTIONS: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]]
 }
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_convolution(case: str, bias: bool) -> None:
@@ -188,6 +189,7 @@ TRANSPOSED: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] =
 }
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("case", TRANSPOSED)
 def test_transposed_convolution(case: str, bias: bool) -> None:
@@ -584,6 +586,7 @@ NETS: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("net", NETS)
 def test_training_step(net: str) -> None:
     build, sample = NETS[net]

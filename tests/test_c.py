@@ -62,6 +62,7 @@ def batches() -> list[dict[str, np.ndarray]]:
     return [{"images": images[part], "labels": labels[part]} for part in parts]
 
 
+@pytest.mark.slow
 def test_it_trains_as_python_does_and_python_goes_on(program: Path, folder: Path) -> None:
     lines = run(program, folder)
     found = [
@@ -88,6 +89,7 @@ def test_it_trains_as_python_does_and_python_goes_on(program: Path, folder: Path
     assert float(trained.step(batches()[0])["loss"]) < found[0]
 
 
+@pytest.mark.slow
 def test_it_keeps_moments_of_8_bits(program: Path, tmp_path: Path) -> None:
     """As onnxruntime computes the step in Python, bit for bit."""
     net = lenet(channels=(4, 8), hidden=16)
@@ -196,6 +198,7 @@ def test_what_does_not_fit_is_refused(
         run(program, folder)
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_refused(program: Path, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"not an integer >= 0: many"):
         run(program, folder, batch="many")

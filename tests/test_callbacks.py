@@ -169,6 +169,7 @@ def overfitting() -> tuple[TrainingSession, Arrays, Arrays]:
     return TrainingSession(model), data, held
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kept", ["memory", "file"])
 def test_restore_best_goes_back_to_the_end_of_the_best_epoch(kept: str, tmp_path: Path) -> None:
     session, data, held = overfitting()
@@ -770,6 +771,7 @@ class Saving(Counting):
         session.save(self.path)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("first", [0, 1, 2, 3, 4])
 def test_a_saved_epoch_is_one_that_all_callbacks_have_seen(first: int, tmp_path: Path) -> None:
     data = affine_batch(8)
@@ -901,6 +903,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
     return folder, history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "last"), [(3, True), (4, False), (8, True), (13, False), (21, True), (24, False)]
 )
@@ -1014,6 +1017,7 @@ def test_checkpoints_go_on_counting_and_removing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["09.onnx", "12.onnx"]
 
 
+@pytest.mark.slow
 def test_the_best_state_in_memory_ends_with_its_process(tmp_path: Path) -> None:
     session, data, held = overfitting()
     options: dict[str, Any] = {"epochs": 40, "validation": held, **QUIET}
@@ -1225,6 +1229,7 @@ def colors(file: Path) -> set[tuple[int, ...]]:
 BLUE, ORANGE = (31, 119, 180), (255, 127, 14)  # of training, and of validation
 
 
+@pytest.mark.slow
 @pytest.mark.optional("matplotlib", "plot")
 def test_loss_plot_draws_training_and_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1429,6 +1434,7 @@ def test_without_a_fall_nothing_is_suggested() -> None:
     assert find_learning_rate(session, data, lowest=1e-12, highest=1e-10).suggestion is None
 
 
+@pytest.mark.slow
 @pytest.mark.optional("matplotlib", "plot")
 def test_the_curve_is_drawn(tmp_path: Path) -> None:
     session, data, _ = curved()

@@ -77,6 +77,7 @@ def expected(model: onnx.ModelProto, feeds: dict[str, Any], cap: bool) -> tuple[
     return loss, np.einsum("bti,btj->ij", x, slope)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("rows_per_chunk", [1, 4, 10**6])
 @pytest.mark.parametrize("after", ["", "cap"])
 @pytest.mark.parametrize("ignored", [True, False])
@@ -91,6 +92,7 @@ def test_loss_and_gradient(
     np.testing.assert_allclose(found["w"], slope, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_half_precision() -> None:
     model, feeds = language_model(half=True), batch()
     one, other = gradients(model, feeds), gradients(model, feeds, "chunked_logits")

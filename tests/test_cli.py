@@ -213,6 +213,7 @@ def test_a_parquet_table(folder):
     assert accuracy("trained.onnx") > 0.95
 
 
+@pytest.mark.slow
 def test_standard_streams(folder):
     content = Path("train.csv").read_bytes()
     command = [sys.executable, "-m", "ortops"]
@@ -510,6 +511,7 @@ def test_a_schedule_takes_the_steps_of_the_training(folder):
     assert "steps=12" in schedule.replace(" ", "")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("accumulate", "updates"), [(1, 8), (3, 3), (4, 2), (100, 1)])
 def test_a_schedule_ends_with_the_training_where_batches_are_accumulated(
     folder, accumulate, updates
@@ -667,6 +669,7 @@ def until_an_epoch(process: subprocess.Popen[Any]) -> None:
 LONG = [*("--epochs", "100000"), *("--checkpoint-steps", "1000000"), "--no-quiet"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="terminals are POSIX's")
 def test_a_training_whose_terminal_is_closed_is_saved(folder):
     import pty
@@ -730,6 +733,7 @@ def inputs(folder):
     return folder
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "command",
     [
@@ -939,6 +943,7 @@ def test_values_that_no_call_takes(folder, capsys, arguments, told):
     assert "error in ortops" not in shown
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("content", "told"),
     [
@@ -964,6 +969,7 @@ def test_hostile_configurations(folder, capsys, content, told):
     assert told in shown
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000])
 @pytest.mark.parametrize("key", ["ortops.train", "ortops.classes", "ortops.lora"])
 def test_hostile_metadata(folder, capsys, key, text):
@@ -1287,6 +1293,7 @@ def test_errors_of_others_are_said_in_a_line(folder, capsys, monkeypatch):
         train("--debug")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="pipes are POSIX's")
 def test_whoever_reads_may_stop(folder):
     reading, writing = os.pipe()

@@ -92,6 +92,7 @@ def no_clip(parameters: Any) -> None:
 # ------------------------------------------------------------------------------------- clipping
 
 
+@pytest.mark.quick(2)
 @pytest.mark.torch
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"clip_value": 0.02}, {"both": True}])
@@ -229,6 +230,7 @@ def test_a_skipped_step_moves_no_average_and_no_schedule() -> None:
     assert not np.array_equal(session.state["w.ema"], before["w.ema"])
 
 
+@pytest.mark.slow
 def test_hundreds_of_parameters_of_float16_are_clipped() -> None:
     # Each formula reads what depends on all gradients; a chain of sums would be too deep.
     count = 600
@@ -275,6 +277,7 @@ def test_clipping_out_of_range_is_refused(name: str, value: Any) -> None:
 # ------------------------------------------------------------------------------------- averages
 
 
+@pytest.mark.quick(2)
 @pytest.mark.torch
 @pytest.mark.parametrize("way", WAYS)
 def test_averages_are_torchs(way: str) -> None:
@@ -406,6 +409,7 @@ def test_reset_starts_averages_anew() -> None:
 # --------------------------------------------------------------------------------------- groups
 
 
+@pytest.mark.quick(1)
 @pytest.mark.torch
 @pytest.mark.parametrize("way", WAYS)
 def test_groups_are_torchs(way: str) -> None:

@@ -92,6 +92,7 @@ def test_every_optimizer_gives_the_bits_of_standard_operators(name: str, way: st
     assert "step" not in session.compiled
 
 
+@pytest.mark.quick(4)
 @compiled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["SGD", "Momentum", "Adagrad", "Adam", "AdamW", "Lion"])
@@ -103,6 +104,7 @@ def test_float64(name: str, way: str) -> None:
     assert session.state["w"].dtype == np.float64
 
 
+@pytest.mark.quick(3)
 @compiled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
@@ -124,6 +126,7 @@ def test_parameters_of_16_bits_and_their_masters(kind: int, way: str) -> None:
     assert {"w", "w.master", "w.ema", "w.V", "w.H"} <= set(session.compiled)
 
 
+@pytest.mark.quick(2)
 @compiled
 @pytest.mark.parametrize("way", WAYS)
 def test_groups_schedule_clipping_decay_and_averages(way: str) -> None:
@@ -140,6 +143,7 @@ def test_groups_schedule_clipping_decay_and_averages(way: str) -> None:
     assert {"w1", "b1", "w1.ema", "b1.ema"} <= set(session.compiled)
 
 
+@pytest.mark.quick(1)
 @compiled
 @pytest.mark.parametrize("way", WAYS)
 def test_numbers_that_are_no_numbers(way: str) -> None:
@@ -268,6 +272,7 @@ def assert_equal_numbers(found: np.ndarray[Any, Any], expected: np.ndarray[Any, 
         np.testing.assert_array_equal(np.signbit(found[there]), np.signbit(expected[there]))
 
 
+@pytest.mark.quick(14)
 @compiled
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("op_type", NODES)
@@ -283,6 +288,7 @@ def test_an_operator_gives_onnxruntimes_bits(op_type: str, kind: int) -> None:
     assert_equal_numbers(found, expected)
 
 
+@pytest.mark.quick(11)
 @compiled
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("op_type", ["Max", "Min", "Sub", "Div"])
@@ -363,6 +369,7 @@ def softened(r: Any, t: Any, x: Any, g: Any, v: Any) -> Any:
     return x - r.astype(x.dtype) * g * xp.exp(-v * v), v + g
 
 
+@pytest.mark.quick(1)
 @compiled
 @pytest.mark.parametrize("way", WAYS)
 def test_an_operator_that_is_not_exact_stays_standard(
@@ -443,6 +450,7 @@ for kernels in ("auto", "compiled"):
 """
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux can forbid a process to do it")
 def test_a_process_that_must_not_execute_what_it_wrote() -> None:

@@ -97,6 +97,7 @@ def test_every_optimizer(name: str, way: str) -> None:
     assert TrainingSession(model, kernels="onnx").compilable == ()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["SGD", "Momentum", "Adam", "Lion"])
 def test_float64(name: str, way: str) -> None:
@@ -106,6 +107,7 @@ def test_float64(name: str, way: str) -> None:
     assert {"w", "b"} <= set(session.compiled)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_parameters_of_16_bits_and_their_masters(kind: int, way: str) -> None:
@@ -119,6 +121,7 @@ def test_parameters_of_16_bits_and_their_masters(kind: int, way: str) -> None:
     assert {"w", "w.master", "w.ema", "w.V", "w.H"} <= set(session.compiled)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_groups_schedule_clipping_decay_and_averages(way: str) -> None:
     model = build(
@@ -133,6 +136,7 @@ def test_groups_schedule_clipping_decay_and_averages(way: str) -> None:
     assert {"w1", "b1", "w1.ema", "b1.ema"} <= set(session.compiled)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_some_updates_stay_standard(way: str) -> None:
     model = build(classifier(hidden=64), optimizers.Custom(softened, learning_rate=0.1))
@@ -140,6 +144,7 @@ def test_some_updates_stay_standard(way: str) -> None:
     assert set(session.compiled) == {"b1", "b1.V"}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["Momentum", "Adam"])
 def test_gradients_that_are_fed(name: str, way: str) -> None:
@@ -150,11 +155,13 @@ def test_gradients_that_are_fed(name: str, way: str) -> None:
     assert {"w0", "w1", "w2"} <= set(session.compiled)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_dropout(way: str) -> None:
     assert_same_steps(build(classifier(dropout=0.5), "Adam"), batches() * 2, WAYS[way])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_sizes_of_batches_and_recomputed_activations(way: str) -> None:
     feeds = [labelled((6,), rows=rows) for rows in (8, 5, 8, 3, 8, 5, 1)]
@@ -243,6 +250,7 @@ WAYS_TO_TRAIN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("train", WAYS_TO_TRAIN, ids=lambda each: each.__name__)
 def test_other_ways_to_train(train: Callable[[TrainingSession], None], way: str) -> None:
@@ -257,6 +265,7 @@ def test_other_ways_to_train(train: Callable[[TrainingSession], None], way: str)
         assert {"w1", "w1.V", "b1"} <= set(session.compiled) or (at_once and change > 1)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_files_and_resuming(way: str, tmp_path: Path) -> None:
     model = build(classifier(), "Adam")
@@ -274,6 +283,7 @@ def test_files_and_resuming(way: str, tmp_path: Path) -> None:
         assert each.compiled
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_several_algorithms(way: str) -> None:
     model = build(classifier(), optimizers.Adam(0.01), trainable=["w1", "b1"])
@@ -367,6 +377,7 @@ def test_options_that_compiled_code_would_not_follow() -> None:
     assert session.compiled
 
 
+@pytest.mark.quick(2)
 @pytest.mark.usefixtures("anew")
 @pytest.mark.parametrize("harm", ["import", "library", "version", "code"])
 @pytest.mark.parametrize("way", WAYS)
@@ -419,6 +430,7 @@ def test_steps_and_seconds_must_both_have_passed(after_: tuple[int, float]) -> N
     assert session.compiled == ()
 
 
+@pytest.mark.slow
 def test_a_few_steps_import_no_compiler() -> None:
     code = (
         "import sys\nfrom models import line\nsession = line.session()\n"

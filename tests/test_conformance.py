@@ -217,6 +217,7 @@ def test_the_evaluator_of_onnx_passes_with_the_operators() -> None:
     assert failed(NewOps, [*of_group("adagrad"), *of_group("momentum")]) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_sessions_pass(group: str) -> None:
     results = list(run(ortops.backend.Session, of_group(group), cases()))

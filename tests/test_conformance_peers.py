@@ -19,6 +19,7 @@ REFUSED = {
 """What onnx-ad does not take."""
 
 
+@pytest.mark.slow
 @pytest.mark.optional("onnx_ad", "compare")
 @pytest.mark.optional("onnxsim", "export")
 def test_onnx_ad_agrees_with_the_gradients() -> None:
@@ -31,6 +32,7 @@ def test_onnx_ad_agrees_with_the_gradients() -> None:
     assert sum(result.status == "passed" for result in results.values()) >= 85
 
 
+@pytest.mark.slow
 @pytest.mark.optional("onnx_ad", "compare")
 @pytest.mark.optional("onnxsim", "export")
 def test_onnxsim_keeps_optimizers_and_removes_what_gradients_refer_to() -> None:

@@ -226,6 +226,7 @@ def test_tables_are_marked_and_trained_when_named() -> None:
         ortops.build_training_model(model, loss="L1", optimizer="SGD", trainable=["bas*"])
 
 
+@pytest.mark.slow
 def test_what_a_detector_computes_boxes_with_is_not_trained() -> None:
     report = check(before_postprocessing(detector()), loss=TaskAligned(strides=STRIDES))
     assert report.parameters

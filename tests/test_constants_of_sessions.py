@@ -50,6 +50,7 @@ def replaced(model: onnx.ModelProto, **arrays: Array) -> onnx.ModelProto:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 def test_a_value_that_is_set_takes_effect_at_once(width: int, kernels: Any) -> None:

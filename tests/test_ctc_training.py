@@ -59,6 +59,7 @@ def rate(scores: Any, given: dict[str, Any], blank: int) -> float:
     return edits / labels
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("last", [LOG_SOFTMAX, "y = Softmax<axis=2>(a)", "y = Identity(a)"])
 @pytest.mark.parametrize("outputs", [None, "y", "a"])
 def test_predict_needs_no_labels(last: str, outputs: str | None) -> None:
@@ -69,6 +70,7 @@ def test_predict_needs_no_labels(last: str, outputs: str | None) -> None:
         assert found.shape == (TIMES, ROWS, CLASSES)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("blank", [0, 2, CLASSES - 1])
 @pytest.mark.parametrize("first", [False, True])
 def test_the_edit_distance_has_the_arguments_of_the_loss(blank: int, *, first: bool) -> None:
@@ -88,6 +90,7 @@ def test_the_edit_distance_has_the_arguments_of_the_loss(blank: int, *, first: b
     assert metric.blank == other
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("last", ["y = Identity(a)", LOG_SOFTMAX, "y = Softmax<axis=2>(a)"])
 def test_logits_are_normalized(last: str) -> None:

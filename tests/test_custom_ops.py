@@ -133,6 +133,7 @@ def adam_feeds(sign: float = 1.0, *, size: int = 3, t: int = 2) -> dict[str, Any
 # --------------------------------------------------------------------------------------- values
 
 
+@pytest.mark.quick(46)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("r_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("t", [0, 1, 1000])
@@ -475,6 +476,7 @@ def run_python(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_extension_is_imported_at_first_need() -> None:
     run_python("""
         import sys
@@ -486,6 +488,7 @@ def test_the_extension_is_imported_at_first_need() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_kernel_leaves_the_process_alive() -> None:
     run_python("""
         import numpy as np
@@ -505,6 +508,7 @@ def test_an_exception_in_a_kernel_leaves_the_process_alive() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_sessions_created_later_leave_the_first_one_running() -> None:
     run_python("""
         import gc
@@ -531,6 +535,7 @@ def test_sessions_created_later_leave_the_first_one_running() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_sessions_created_in_threads_at_once() -> None:
     run_python("""
         import threading
@@ -559,6 +564,7 @@ def test_registering_twice_is_harmless() -> None:
     assert_expected("Adagrad", session.run(None, feeds_of("Adagrad", update)), update)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="a process cannot send itself Ctrl-C there")
 def test_an_interrupt_in_a_kernel_comes_out_of_the_run() -> None:
     """The kernel itself sends the signal, so it arrives while Python runs inside the session."""

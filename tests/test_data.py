@@ -559,6 +559,7 @@ def test_shuffled_rows_that_are_read_into_the_same_memory(form: str, prefetch: i
     assert_batches(source.epoch(order=np.random.default_rng(7)), cut(data, places))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("form", REFILLED)
@@ -1099,6 +1100,7 @@ def test_arrays_in_files_of_hdf5(tmp_path: Path) -> None:
         check_rows((file["x"], file["targets"]), data, affine_inputs())
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_loaders_and_datasets_of_torch() -> None:
     torch = pytest.importorskip("torch")

@@ -38,6 +38,7 @@ def printed(code: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_a_session_does_not_load_it_and_arithmetic_does() -> None:
     session = """
 import numpy as np, ortops
@@ -57,6 +58,7 @@ print(total.evaluate({"n": 4}))
     assert printed(session + LOADED + arithmetic + LOADED) == ["False", "5", "True"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["ortops, onnx_ir, sympy", "sympy, ortops, onnx_ir"])
 def test_others_get_the_module_itself(first: str) -> None:
     """At once, with submodules, reloading and pickling; and an expression of it is a dimension."""
@@ -90,6 +92,7 @@ print(importlib.reload(_core) is _core)
     assert printed(code + LOADED) == ["def", "__add__", "True", "False"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["import ortops, onnx_ir", "import ortops"])
 def test_threads_that_use_it_first(before: str) -> None:
     """Some of them through onnx-ir, the others directly."""

@@ -364,6 +364,7 @@ def test_a_rule_may_ask_for_a_gradient() -> None:
 TOLERANCES = {np.float16: 2e-2, np.float32: 1e-5, np.float64: 1e-12}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("batch", ["batch", 2])
 def test_a_layer(dtype: Any, batch: Any) -> None:
@@ -404,6 +405,7 @@ def test_inputs_and_outputs_are_the_models_own_and_then_the_new_ones() -> None:
             assert {v.type.tensor_type.elem_type for v in graph.output} == {1}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seeds", [3, True])
 def test_several_seeds_are_as_many_runs(seeds: int | bool) -> None:
     model = layer()
@@ -574,6 +576,7 @@ def test_names_that_are_taken_get_a_number() -> None:
     assert made.graph.output[-1].name == "d_y_d_x_1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["If", "Scan", "Loop"])
 def test_models_with_graphs_inside(kind: str) -> None:
     text = {
@@ -966,6 +969,7 @@ DENSE = rng.standard_normal((45, 4)) / 6
 IMAGES = rng.standard_normal((2, 2, 7, 6))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ["layer", "network"])
 def test_next_to_torch(kind: str) -> None:
@@ -1002,6 +1006,7 @@ def test_next_to_torch(kind: str) -> None:
         np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_hessian_next_to_jax() -> None:
     jax = pytest.importorskip("jax")

@@ -69,6 +69,7 @@ def random_boxes(shape: tuple[int, ...], box_format: str) -> Array:
     return np.concatenate([low, second], axis=-1)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("box_format", "axis", "dtype"),
@@ -124,6 +125,7 @@ DEGENERATE = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("name", ["GIoU", "CIoU"])
 @pytest.mark.parametrize("target", [[1, 1, 3, 3], [0, 0, 0, 0], [1, 2, 3, 2]])
@@ -342,6 +344,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("form", ["boxes", "boxes and distances", "distances"])
@@ -388,6 +391,7 @@ def test_task_aligned_against_loops(options: dict[str, Any], form: str) -> None:
             np.testing.assert_allclose(gradients[name], tensor.grad.numpy(), rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_task_aligned_without_objects() -> None:
     """Only the scores have a gradient: the loss is binary cross-entropy against zeros."""
     boxes, logits, targets = batch(np.random.default_rng(0), (0, 0), 2)
@@ -446,6 +450,7 @@ def separate(data: dict[str, Array], **more: Any) -> float:
     return loss_and_gradients(loss, outputs, {"targets": data["targets"].astype(np.float64)})[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["Sigmoid", "logits"])
 def test_it_reads_the_logits_of_a_joined_output(end: str, caplog: pytest.LogCaptureFixture) -> None:
     data = detections()
@@ -464,6 +469,7 @@ def test_a_softmax_is_refused() -> None:
         session(ALIGNED, detector(end="Softmax"))
 
 
+@pytest.mark.slow
 def test_float16(caplog: pytest.LogCaptureFixture) -> None:
     data = detections(np.float16)
     made = session(ALIGNED, detector(np.float16))
@@ -474,6 +480,7 @@ def test_float16(caplog: pytest.LogCaptureFixture) -> None:
     assert made.evaluate(data)["loss"] < before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_parts_of_a_batch_and_weights_of_images(batch_size: int) -> None:
     weighted = losses.TaskAligned(strides=STRIDES, image_size=SIZE, sample_weight="w")
@@ -492,6 +499,7 @@ def test_parts_of_a_batch_and_weights_of_images(batch_size: int) -> None:
     np.testing.assert_allclose(once.state["scale"], many.state["scale"], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_accumulated_parts_and_other_weights_to_train() -> None:
     data, whole, parts = detections(), session(ALIGNED), session(ALIGNED)
     whole.fit(data, batch_size=4, epochs=2, shuffle=False, progress=False)
@@ -506,6 +514,7 @@ def test_accumulated_parts_and_other_weights_to_train() -> None:
         )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("label", [CLASSES, 0.5])
 def test_a_class_that_does_not_exist_fails(label: float) -> None:
     data = detections()
@@ -514,6 +523,7 @@ def test_a_class_that_does_not_exist_fails(label: float) -> None:
         session(ALIGNED).step(data)
 
 
+@pytest.mark.slow
 def test_square_images_are_found_by_the_number_of_points() -> None:
     points, strides = losses.TaskAligned().points(8400)
     assert points.max() == 640 - 4

@@ -137,6 +137,7 @@ def losses(history: Any) -> list[float]:
 SGD = ortops.optimizers.SGD(0.1, momentum=0.9)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -168,6 +169,7 @@ def test_fit_is_that_of_one_process(options: Any, accumulate: int, size: int) ->
         assert losses(other) == losses(histories[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     "weights", [{"class_weight": "balanced"}, {"sample_weight": np.arange(33) % 4 / 2}]
@@ -206,6 +208,7 @@ def test_accumulated_batches_are_exchanged_once() -> None:
         assert others == [first, first]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_ranks_and_batches_without_labels(accumulate: int, size: int) -> None:
@@ -225,6 +228,7 @@ def test_ranks_and_batches_without_labels(accumulate: int, size: int) -> None:
         np.testing.assert_allclose(losses(other), losses(history), rtol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_running_statistics_of_accumulated_batches_are_averaged_by_rows() -> None:
     """Each rank's own go on from part to part; in the last batch, rank 0 has no row."""
     model = build(normalizing(), optimizer=SGD, seed=5)
@@ -254,6 +258,7 @@ def test_running_statistics_of_accumulated_batches_are_averaged_by_rows() -> Non
         np.testing.assert_allclose(first[name], expected, rtol=ROUNDING)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("counted", [[[2, 4, 3], [2, 4, 3]], [[2, 4, 4], [4, 2, 4]]])
 def test_parts_that_do_not_add_up_are_refused_in_all_ranks(
@@ -302,6 +307,7 @@ def test_a_step_against_formulas_in_numpy() -> None:
     assert len(in_ranks(work)[0][0]["y"]) == 3
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", ["step", "run_steps", "apply of gradients", "reduce"])
 def test_all_ways_of_making_steps_agree(way: str) -> None:
     model = build(classifier(), optimizer=SGD)
@@ -439,6 +445,7 @@ class StopAt(Callback):
             record.stop("enough")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stop", [3, 7])
 def test_a_resumed_training_is_an_unbroken_one(tmp_path: Path, stop: int, accumulate: int) -> None:
@@ -668,6 +675,7 @@ def raised_in_all(work: Callable[[Thread], object], size: int = 2) -> list[str]:
     return said
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name", ["epochs", "batch_size", "shuffle", "seed", "accumulate", "rows of data"]
 )
@@ -692,6 +700,7 @@ def test_other_arguments_of_fit_are_refused(name: str) -> None:
         assert said.endswith("another rank has a different value")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     ("sizes", "expected"),
@@ -714,6 +723,7 @@ def test_other_batches_are_refused(
         assert part in said
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("way", ["step", "fit", "in fit"])
 def test_variables_set_in_one_rank_are_refused(rank: int, way: str) -> None:

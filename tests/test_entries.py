@@ -182,6 +182,7 @@ def test_agrees_with_torch() -> None:
 WIDTHS = {"one graph": 8, "updates apart": 400}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_a_step_of_an_entry_is_that_of_a_session_with_this_entry(width: int, kernels: Any) -> None:
@@ -201,6 +202,7 @@ def test_a_step_of_an_entry_is_that_of_a_session_with_this_entry(width: int, ker
         assert_same_arrays(dict(session.state), state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_a_step_runs_all_in_order(width: int) -> None:
     session, other = TrainingSession(gan(width)), TrainingSession(gan(width))
@@ -228,6 +230,7 @@ def test_an_entry_needs_only_its_inputs() -> None:
     assert session.steps_done == 1
 
 
+@pytest.mark.slow
 def test_run_steps_gradients_and_apply_of_an_entry() -> None:
     one, several, split = (TrainingSession(gan(8)) for _ in range(3))
     batches = [points(seed=number) for number in range(5)]
@@ -261,6 +264,7 @@ def test_evaluate_of_an_entry() -> None:
 # ---------------------------------------------------------------------------------------- state
 
 
+@pytest.mark.slow
 def test_learning_rates() -> None:
     session = TrainingSession(two_heads())
     assert dict(session.learning_rates) == pytest.approx({"main": 0.01, "second": 0.02})
@@ -280,6 +284,7 @@ def test_learning_rates() -> None:
         session.learning_rates["second"] = -1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_a_saved_session_goes_on_bit_for_bit(width: int, tmp_path: Path) -> None:
     session = TrainingSession(gan(width))
@@ -391,6 +396,7 @@ def normalized(**second: Any) -> onnx.ModelProto:
     return add_training(model, name="second", loss=MeanSquaredError("z"), optimizer="SGD", **second)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("mode", ["auto", "train", "frozen"])
 def test_running_statistics_are_updated_by_one_entry(mode: Any) -> None:
     """The second entry may normalize by batch statistics, but leaves the running ones alone."""
@@ -479,6 +485,7 @@ def test_validation_with_turns() -> None:
     assert 0 <= entry["validation_accuracy"] <= 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stop", [1, 2, 4, 6])
 def test_turns_are_resumed_bit_for_bit(stop: int, tmp_path: Path) -> None:
     class Stop(ortops.callbacks.Callback):
@@ -755,6 +762,7 @@ def operation_of(rng: np.random.Generator, data: dict[str, Array]) -> Callable[.
     return operations[rng.integers(len(operations))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", range(8))
 def test_random_operations_give_the_same_after_each_save(draw: int, tmp_path: Path) -> None:
     """One session lives on, and one is opened from its file after each operation."""

@@ -106,6 +106,7 @@ def each(test: Any) -> Any:
     return test
 
 
+@pytest.mark.quick(1)
 @each
 def test_several_steps_in_one_run(dtype: str, bits: int, zero_points: bool) -> None:
     model = trainable(dtype, bits, zero_points)
@@ -123,6 +124,7 @@ def test_several_steps_in_one_run(dtype: str, bits: int, zero_points: bool) -> N
     np.testing.assert_allclose(*evaluated, rtol=tolerance)
 
 
+@pytest.mark.quick(2)
 @each
 def test_a_step_graph_at_every_optimization_level(dtype: str, bits: int, zero_points: bool) -> None:
     step = ortops.lower(ortops.step_graph(trainable(dtype, bits, zero_points), defaults=True))
@@ -167,6 +169,7 @@ def test_scales_that_are_trained() -> None:
     np.testing.assert_allclose(TrainingSession(built).step(BATCH)["loss"], expected, rtol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_dequantized_weights_that_onnxruntime_fuses(dtype: str, bits: int) -> None:

@@ -35,6 +35,7 @@ each_example = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @each_example
 def test_reaches_its_figure(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     example = importlib.import_module(f"models.examples.{name}")

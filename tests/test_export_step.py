@@ -122,6 +122,7 @@ def batches(model: str = "normalizing", steps: int = 4) -> list[Arrays]:
 # ----------------------------------------------------------------------------------- the folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "settings",
@@ -195,6 +196,7 @@ def test_nothing_can_be_left_out(tmp_path: Path) -> None:
         session.run(None, batches()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_is_said_once_and_is_the_same(model: str, tmp_path: Path) -> None:
     given = trainable(model)
@@ -318,6 +320,7 @@ def kept(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.onnx", "step.json", "index.html", "worker.mjs"])
 def test_files_of_others_are_not_replaced(tmp_path: Path, name: str, capsys: Any) -> None:
     onnx.save(trainable(), tmp_path / "trained.onnx")
@@ -346,6 +349,7 @@ def test_the_model_is_not_replaced_by_what_is_exported(tmp_path: Path) -> None:
     assert (tmp_path / "model.onnx").read_bytes() == before["model.onnx"]
 
 
+@pytest.mark.slow
 def test_an_export_replaces_an_earlier_one(tmp_path: Path) -> None:
     export_step(trainable(), tmp_path, web=True)
     export_step(trainable(optimizer="SGD"), tmp_path, web=True)
@@ -377,6 +381,7 @@ def test_a_model_that_is_not_trainable_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- parts, and no defaults
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_two_halves_are_a_step(model: str) -> None:
     given = trainable(model)
@@ -415,6 +420,7 @@ def test_two_halves_are_a_step(model: str) -> None:
         np.testing.assert_allclose(array, session.state[name], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("part", [None, "gradients", "apply"])
 def test_without_defaults_all_has_to_be_fed(part: Any) -> None:
     given = trainable()
@@ -493,6 +499,7 @@ def test_places_skip_what_is_no_raw_data() -> None:
     assert "floats" not in byte_spans(message)
 
 
+@pytest.mark.slow
 def test_a_later_version_replaces_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose files differ from those that the earlier version wrote."""
     (tmp_path / "installed" / "web").mkdir(parents=True)

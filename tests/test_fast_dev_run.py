@@ -38,6 +38,7 @@ class Counting(Callback):
         self.steps += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_three_steps_and_nothing_left(accumulate: int, tmp_path: Path) -> None:
     made, counting = session(), Counting()
@@ -96,6 +97,7 @@ def test_a_schedule_has_the_steps_of_the_whole_training() -> None:
     assert int(made.state["schedule_steps"]) == 0
 
 
+@pytest.mark.slow
 def test_ranks() -> None:
     model = session().model()
 

@@ -90,6 +90,7 @@ def test_sees_every_row_once_in_each_epoch_in_another_order(
     assert first != sorted(first)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", [0, 7])
 def test_the_same_seed_gives_the_same_training(seed: int) -> None:
     data = labelled((6,), rows=20)
@@ -167,6 +168,7 @@ def test_a_fixed_batch_size() -> None:
     assert_same_arrays(dict(session.state), before)
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("progress", [False, True])
 @pytest.mark.parametrize(
     ("data", "settings", "message"),

@@ -111,6 +111,7 @@ class Told(Callback):
 # --------------------------------------------------------------------------- validate_every
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("every", [1, 3, 4])
@@ -140,6 +141,7 @@ def test_callbacks_are_told_of_validations() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stop", range(1, 7))
 def test_resumed_validations(stop: int, accumulate: int, tmp_path: Path) -> None:
@@ -185,6 +187,7 @@ def test_a_callback_may_change_the_model_at_a_validation() -> None:
     assert history[0]["validation_loss"] != history.validations[0]["validation_loss"]
 
 
+@pytest.mark.slow
 def test_a_signal_during_a_validation(tmp_path: Path) -> None:
     """Nothing of it is left, and the resumed training makes it again."""
     settings = arguments(validate_every=3)
@@ -209,6 +212,7 @@ def test_a_signal_during_a_validation(tmp_path: Path) -> None:
         assert_same_arrays(dict(each.state), dict(whole.state))
 
 
+@pytest.mark.slow
 def test_early_stopping_counts_validations(tmp_path: Path) -> None:
     settings = arguments(epochs=50, validate_every=3, validation=HELD)
     evaluating = Evaluating(1)
@@ -233,6 +237,7 @@ def test_early_stopping_counts_validations(tmp_path: Path) -> None:
     assert_same_arrays(dict(TrainingSession(tmp_path / "best.onnx").state), dict(session.state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 4, 5, 6, 7, 9])
 def test_early_stopping_goes_on_counting_validations(stop: int, tmp_path: Path) -> None:
     def callbacks(folder: str) -> list[Any]:
@@ -277,6 +282,7 @@ def test_early_stopping_goes_on_counting_validations(stop: int, tmp_path: Path) 
 # --------------------------------------------------------------------------------- max_steps
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("count", [1, 4, 5, 12, 13])
@@ -322,6 +328,7 @@ def test_the_entry_of_a_part_is_the_mean_over_its_rows() -> None:
     assert history[1]["loss"] == pytest.approx((losses[4] + losses[5]) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["rows", "generator"])
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("count", range(1, 7))
@@ -435,6 +442,7 @@ def test_enough_time_changes_nothing() -> None:
 # -------------------------------------------------------------------------------- together
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "given",
     [
@@ -485,6 +493,7 @@ def test_wrong_limits(given: Any, message: str) -> None:
     assert session.steps_done == 0
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("change", "name"),
     [

@@ -127,6 +127,7 @@ def test_without_a_step_counter(stop: int, tmp_path: Path) -> None:
     assert found[0].steps_done == expected[0].steps_done == STEPS
 
 
+@pytest.mark.slow
 def test_a_file_that_a_callback_saved_in_the_middle(tmp_path: Path) -> None:
     """As after a kill: nothing but that file is left."""
 
@@ -150,6 +151,7 @@ def test_a_file_that_a_callback_saved_in_the_middle(tmp_path: Path) -> None:
     assert len(counting.seen) == STEPS + EPOCHS
 
 
+@pytest.mark.slow
 def test_a_file_that_another_thread_saved(tmp_path: Path) -> None:
     expected = whole(trainable(), rows())
     session = TrainingSession(trainable())
@@ -225,6 +227,7 @@ PROLONGED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("begun", [1, 2])
 @pytest.mark.parametrize("name", list(PROLONGED))
 def test_a_finished_training_is_prolonged(begun: int, name: str, tmp_path: Path) -> None:
@@ -239,6 +242,7 @@ def test_a_finished_training_is_prolonged(begun: int, name: str, tmp_path: Path)
         assert session.fit(rows(), resume=True, **arguments(**settings)) == history
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stop", [1, 4, 6])
 @pytest.mark.parametrize("begun", [2, 9])
 def test_another_number_of_epochs_in_the_middle_of_one(
@@ -336,6 +340,7 @@ def test_a_schedule_of_epochs_sees_the_new_number_of_them() -> None:
     np.testing.assert_allclose(history.columns["learning_rate"], [0.1, 0.05, 0.05, 0.025])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("schedule", "accumulate", "said"),
     [
@@ -482,6 +487,7 @@ def test_the_file_says_what_was_begun() -> None:
     assert position_in(session.model()) is None
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -690,6 +696,7 @@ def test_a_history_belongs_to_who_has_it() -> None:
     assert len(session.history) == EPOCHS + 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("entries", [10, 100])
 def test_a_save_serializes_no_entry_twice(
     entries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

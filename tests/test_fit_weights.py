@@ -53,6 +53,7 @@ def in_every_form(data: dict[str, Any]) -> dict[str, Any]:
     return {"dict": data, "tuple": tuple(data.values()), "samples": Samples()}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["dict", "tuple", "samples"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_weights_beside_the_data(form: str, accumulate: int) -> None:
@@ -235,6 +236,7 @@ def test_rows_without_weights_have_weight_1(caplog: pytest.LogCaptureFixture) ->
     same(one, other)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -448,6 +450,7 @@ def test_weights_that_mean_nothing(arguments: Any, message: str) -> None:
         made.evaluate(rows(), **arguments)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["dict", "tuple", "samples"])
 def test_weights_that_are_given_twice(form: str) -> None:
     data = in_every_form({**rows(), "w": weights().astype(np.float32)})[form]

@@ -64,6 +64,7 @@ def check_grads(*args: Any, **settings: Any) -> None:
     importlib.import_module("jax.test_util").check_grads(*args, order=2, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_values_and_derivatives_of_second_order(jax: Any, f: Function, scalar: Function) -> None:
     g, h = f.jax(), scalar.jax()
@@ -74,6 +75,7 @@ def test_values_and_derivatives_of_second_order(jax: Any, f: Function, scalar: F
     assert np.allclose(jax.jit(jax.grad(h))(X), jacobian(loss, X), rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("outer", ["jacfwd", "jacrev"])
 @pytest.mark.parametrize("inner", ["jacfwd", "jacrev"])
@@ -83,6 +85,7 @@ def test_jacobians(jax: Any, f: Function, scalar: Function, outer: str, inner: s
     assert np.allclose(jax.jit(outer(inner(scalar.jax())))(X), scalar.hessian(X), rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_parameters(jax: Any, scalar: Function) -> None:
     g = scalar.jax()
@@ -102,6 +105,7 @@ def test_parameters(jax: Any, scalar: Function) -> None:
     assert np.allclose(slope, jacobian(lambda x: loss(x, other), X), rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_vmap_in_any_order(jax: Any, scalar: Function) -> None:
     g, batch = scalar.jax(), RNG.normal(size=(4, 5, 3))
@@ -119,6 +123,7 @@ def test_vmap_in_any_order(jax: Any, scalar: Function) -> None:
     assert np.allclose(nested[1, 0], scalar(batch[2]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_vmap_of_linear_parts_is_transposed(jax: Any, f: Function) -> None:
     g = f.jax()
@@ -172,6 +177,7 @@ def test_float32_and_a_batch_of_any_size(jax: Any) -> None:
     assert np.allclose(f.jax()([[1, 2, 3]]), f([[1, 2, 3]]))
 
 
+@pytest.mark.slow
 def test_jax_trains_a_model_between_layers_of_its_own(jax: Any) -> None:
     f = Function(lenet.lenet())
     g = f.jax()
@@ -226,6 +232,7 @@ def test_integers_that_lose_bits_are_refused(jax: Any) -> None:
         g(np.array([2**40, 0]), np.ones((2, 2), np.float32))
 
 
+@pytest.mark.slow
 def test_control_flow(jax: Any) -> None:
     x = np.float32([1, 2, 3])
     branch = Function(onnx.parser.parse_model(BRANCH)).jax()
@@ -255,6 +262,7 @@ def test_quantized_models_have_the_derivatives_of_the_function(jax: Any) -> None
     assert np.array_equal(jax.jacfwd(f.jax())(x), f.jacobian(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision(jax: Any, dtype: str) -> None:
     kind = np.dtype(jax.numpy.dtype(dtype))
@@ -272,6 +280,7 @@ def test_half_precision(jax: Any, dtype: str) -> None:
         g(np.ones(3, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.optional("onnxscript", "export")
 @pytest.mark.parametrize("dynamo", [False, True], ids=["TorchScript", "dynamo"])

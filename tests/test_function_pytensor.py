@@ -190,6 +190,7 @@ def likelihood() -> onnx.ModelProto:
     return tape.model()
 
 
+@pytest.mark.slow
 def test_a_posterior_is_sampled_by_hamiltonian_monte_carlo(pytensor: Any, pt: Any) -> None:
     draws = rng()
     observed = draws.normal(2.0, 0.5, size=60).astype(np.float32)

@@ -65,6 +65,7 @@ def x() -> Tensor:
 # --------------------------------------------------------------------------------- derivatives
 
 
+@pytest.mark.slow
 def test_gradcheck(module: nn.Module, x: Tensor) -> None:
     weights = [each.clone().requires_grad_() for each in weights_of(module).values()]
     inputs = (x.requires_grad_(), *weights)
@@ -78,6 +79,7 @@ def test_gradcheck(module: nn.Module, x: Tensor) -> None:
     assert torch.autograd.gradgradcheck(module, (x,))
 
 
+@pytest.mark.slow
 def test_transformations_of_torch_func(module: nn.Module, x: Tensor) -> None:
     weights = weights_of(module)
     batch = torch.stack([x, 2 * x, -x])
@@ -147,6 +149,7 @@ def test_a_gradient_penalty_trains(module: nn.Module, x: Tensor) -> None:
 # ------------------------------------------------------------------------------------- training
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
@@ -198,6 +201,7 @@ def test_statistics_stay_constants() -> None:
     assert all(torch.equal(before[name], each) for name, each in module.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.optional("onnxscript", "export")
 @pytest.mark.parametrize("dynamo", [False, True], ids=["TorchScript", "dynamo"])
 def test_gradients_of_an_export_equal_those_of_the_exported_net(dynamo: bool) -> None:

@@ -217,6 +217,7 @@ def test_no_archive_has_changed() -> None:
 # -------------------------------------------------------------------------------- trainable files
 
 
+@pytest.mark.quick(2)
 @each(TRAINABLE)
 def test_a_trainable_file_goes_on(golden: Golden, unpack: Unpack) -> None:
     folder = unpack(golden)
@@ -258,6 +259,7 @@ def runs_anywhere(golden: Golden) -> bool:
     return golden.name not in ("bfloat16", "gradient_in_graph")
 
 
+@pytest.mark.quick(8)
 @each([golden for golden in TRAINABLE if runs_anywhere(golden)])
 def test_a_trainable_file_runs_in_stock_onnxruntime(golden: Golden, unpack: Unpack) -> None:
     folder = unpack(golden)
@@ -325,6 +327,7 @@ def assert_same_log(path: Path, about: dict[str, Any]) -> None:
         assert_same_numbers(found, numbers, ULPS)
 
 
+@pytest.mark.quick(4)
 @each(RESUMED)
 def test_a_training_is_resumed(
     golden: Golden, unpack: Unpack, monkeypatch: pytest.MonkeyPatch

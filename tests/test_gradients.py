@@ -98,6 +98,7 @@ def assert_step_is_apply_of_gradients(
 # ------------------------------------------------------------------------- equal to whole steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, normalized], ids=[*OPTIMIZERS, "normalized"])
 def test_apply_of_gradients_is_a_step(optimizer: Any, way: str) -> None:
@@ -106,12 +107,14 @@ def test_apply_of_gradients_is_a_step(optimizer: Any, way: str) -> None:
     assert_step_is_apply_of_gradients(model, batches, way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_of_batch_normalization(way: str) -> None:
     batches = [labelled((1, 4, 4), seed=seed, rows=5 + seed % 3) for seed in range(STEPS)]
     assert_step_is_apply_of_gradients(build(normalizing()), batches, way)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_of_branches(way: str) -> None:
     """Both branches read the batch and a weight from outside."""
@@ -136,6 +139,7 @@ def test_of_branches(way: str) -> None:
     assert_step_is_apply_of_gradients(model, batches, way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_of_clipping(way: str) -> None:
     """A norm of float32 would depend on how onnxruntime lays gradients in one graph or in two."""
@@ -152,6 +156,7 @@ def test_of_clipping(way: str) -> None:
     assert_step_is_apply_of_gradients(model, batches, way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["joined", "apart"])
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_of_16_bits(kind: int, way: str) -> None:
@@ -162,6 +167,7 @@ def test_of_16_bits(kind: int, way: str) -> None:
     assert_step_is_apply_of_gradients(model, batches, way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["joined", "apart"])
 def test_of_16_bits_with_batch_normalization(way: str) -> None:
     batches = [
@@ -171,6 +177,7 @@ def test_of_16_bits_with_batch_normalization(way: str) -> None:
     assert_step_is_apply_of_gradients(build(half(normalizing())), batches, way)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", ["joined", "apart"])
 def test_of_float64_and_of_gradients_of_gradients(way: str) -> None:
     batches = [affine_batch(seed=seed, dtype=np.float64) for seed in range(STEPS)]
@@ -188,6 +195,7 @@ def test_of_float64_and_of_gradients_of_gradients(way: str) -> None:
     assert_step_is_apply_of_gradients(model, batches, way)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", ["joined", "apart"])
 def test_of_two_types(way: str) -> None:
     with Tape(name="two types") as tape:
@@ -203,6 +211,7 @@ def test_of_two_types(way: str) -> None:
     assert gradients["wide"].dtype == np.float64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", ["mlp", "lenet", "lstm"])
 def test_of_models_with_passes(make: str) -> None:
     from benchmarks import works
@@ -311,6 +320,7 @@ def test_running_statistics_come_with_them() -> None:
     assert session.steps_done == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_keeps_gradients_alive(way: str) -> None:
     session = TrainingSession(squared(), **WAYS[way])
@@ -517,6 +527,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_parts_add_up_to_the_batch(name: str) -> None:
     model = build(classifier(), loss=LOSSES[name])

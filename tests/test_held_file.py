@@ -362,6 +362,7 @@ def mlp_weight() -> np.ndarray:
     return numpy_helper.to_array(tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are listed in /proc")
 def test_a_file_is_held_once_and_let_go(tmp_path: Path) -> None:
     def held(path: Path) -> int:
@@ -487,6 +488,7 @@ needs_proc = pytest.mark.skipif(
 )
 
 
+@pytest.mark.quick(2)
 @needs_proc
 @pytest.mark.parametrize("work", WORK)
 def test_a_model_in_many_files_takes_few_descriptors(
@@ -509,6 +511,7 @@ def test_a_model_in_many_files_takes_few_descriptors(
     assert 1 <= most <= 6  # the model's own file and the others
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("in_one", [False, True], ids=["a file each", "one file"])
 @pytest.mark.parametrize("use", [ortops.lower, ortops.InferenceSession], ids=["lower", "run"])
@@ -552,6 +555,7 @@ def test_reset_reads_files_that_were_closed_or_says_that_they_were_replaced(
         np.testing.assert_array_equal(array, before[name])
 
 
+@pytest.mark.slow
 @needs_held_files
 def test_a_process_with_few_descriptors_reads_models_of_many_external_tensors(
     tmp_path: Path,

@@ -114,6 +114,7 @@ def test_large_folders_are_read_batch_by_batch(monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_array_equal(lazy.images(np.array([7, 2, 7])), whole[[7, 2, 7]])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("augment", [[], ["flip", "crop", "rotate", "color", "erase"]])
 @pytest.mark.parametrize("sampling", ["plain", "balanced"])
@@ -368,6 +369,7 @@ def other_size() -> None:
     save("dark/03.png", Image.new("RGB", (3, 3)))
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize(
     ("harm", "told"),
     [

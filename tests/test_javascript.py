@@ -86,6 +86,7 @@ def assert_trained_alike(content: bytes, trained: Trained) -> TrainingSession:
     return session
 
 
+@pytest.mark.slow
 @pytest.mark.javascript
 @pytest.mark.parametrize("package", ["onnxruntime-node", "onnxruntime-web"])
 def test_node_trains_as_python_does(package: str, trained: Trained, tmp_path: Path) -> None:
@@ -146,6 +147,7 @@ def test_pixels_become_tensors(trained: Trained) -> None:
     assert node("images.mjs", trained.folder) == "images\n"
 
 
+@pytest.mark.slow
 @pytest.mark.javascript
 def test_nothing_is_left_on_a_device(trained: Trained) -> None:
     """On a device that counts what is there; the cases are in the script."""
@@ -154,6 +156,7 @@ def test_nothing_is_left_on_a_device(trained: Trained) -> None:
     assert printed == f"{len(floats) - 1} variables\n"  # the learning rate is read at once
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_the_page_trains_as_python_does(trained: Trained) -> None:
     report, posted = run_page(page_of(trained.folder), "test.html?ordered")
@@ -236,6 +239,7 @@ def colors(rows: Iterable[int]) -> dict[str, Array]:
     return {"images": (pixels - np.float32(0.5)) / np.float32(0.25), "labels": np.array(labels)}
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize(
     "target", [pytest.param(None, id="wasm"), pytest.param("webgpu", marks=pytest.mark.slow)]

@@ -65,6 +65,7 @@ def loss(model: onnx.ModelProto) -> float:
     return float(TrainingSession(model).step(BATCH)["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.javascript
 def test_the_package_has_the_driver_and_nothing_else(project: Path) -> None:
     (archive,) = project.glob("*.tgz")

@@ -34,6 +34,7 @@ def depth(value: Any) -> int:
     return 0 if inner is None else 1 + max(map(depth, inner), default=0)
 
 
+@pytest.mark.slow
 @hypothesis.given(VALUES, st.booleans(), st.sampled_from([None, 2]))
 def test_what_is_not_too_deep_is_read_as_it_was_written(
     value: Any, escaped: bool, indent: int | None
@@ -43,6 +44,7 @@ def test_what_is_not_too_deep_is_read_as_it_was_written(
     assert read_json(text.encode(errors="surrogatepass")) == value
 
 
+@pytest.mark.slow
 @hypothesis.given(VALUES, st.integers(0, 6))
 def test_the_limit_is_the_number_of_levels(value: Any, limit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -64,6 +66,7 @@ def test_what_is_not_json(text: str) -> None:
         read_json(text)
 
 
+@pytest.mark.slow
 def test_a_high_recursion_limit_does_not_end_the_process() -> None:
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(10**6)

@@ -65,6 +65,7 @@ def product(bits: int, *, zeros: bool, flat: bool, bias: bool) -> tuple[onnx.Mod
     return helper.make_model(graph, opset_imports=imports, ir_version=10), dequantized, w
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("copied", [0, 2**28])
 @pytest.mark.parametrize(
     ("bits", "zeros", "flat", "bias"),
@@ -120,6 +121,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "_ONE_FILE", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.usefixtures("large")
 def test_a_large_model_trains_saves_and_continues_alike(
@@ -161,6 +163,7 @@ def test_a_large_model_trains_saves_and_continues_alike(
     np.testing.assert_array_equal(*logits)
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_a_tiny_model(tmp_path: Path) -> None:
     sizes = language.Sizes(2, 64, 4, 2, 96, 60, 32)
     language.write(tmp_path, sizes)

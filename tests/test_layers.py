@@ -343,6 +343,7 @@ def test_every_file_has_its_place() -> None:
         assert members - {"__init__"} == set(files) - {"__init__"}, room
 
 
+@pytest.mark.slow
 def test_the_test_sees_imports() -> None:
     assert "graph.tensor" in imports(PACKAGE / "losses" / "regression.py")
     assert "graph.convert" in imports(PACKAGE / "check.py")
@@ -384,6 +385,7 @@ def test_the_test_sees_directions(own: str, other: str, said: str) -> None:
     assert not list(upward(other, {own})) or "beside" in said
 
 
+@pytest.mark.slow
 def test_no_import_waits_in_a_function() -> None:
     """But for what the public face imports on demand."""
     found = []

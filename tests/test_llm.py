@@ -152,6 +152,7 @@ def test_train_save_serve_and_continue(folder: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(served(tuned, prompt, active=False), logits, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_resume_in_the_middle_of_an_epoch(base: Path, tmp_path: Path) -> None:
     class Stop(ortops.callbacks.Callback):
         def on_step(self, record: Any, session: Any) -> None:
@@ -171,6 +172,7 @@ def test_resume_in_the_middle_of_an_epoch(base: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.session.state[name], array)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_interrupted_command_resumes_bit_for_bit(
     base: Path,
@@ -204,6 +206,7 @@ def test_an_interrupted_command_resumes_bit_for_bit(
         np.testing.assert_array_equal(found.state[name], array)
 
 
+@pytest.mark.slow
 def test_load_without_the_state_of_the_training(base: Path, tmp_path: Path) -> None:
     tuning = FineTuning(base, rank=2, learning_rate=0.02)
     tuning.fit(ROWS, epochs=2, progress=False)
@@ -214,6 +217,7 @@ def test_load_without_the_state_of_the_training(base: Path, tmp_path: Path) -> N
     assert again.session.steps_done == 0
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_the_loss_is_that_of_torch(tmp_path: Path) -> None:
     import torch
@@ -356,6 +360,7 @@ def test_an_unknown_speaker_of_a_conversation(plain: FineTuning) -> None:
         plain.fit(rows, progress=False)
 
 
+@pytest.mark.slow
 def test_a_fraction_of_the_rows_is_held_out(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -472,6 +477,7 @@ def test_folders_that_lack_something(base: Path, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------- command line
 
 
+@pytest.mark.slow
 def test_the_command(
     base: Path,
     tmp_path: Path,
@@ -579,6 +585,7 @@ def test_onnxruntime_genai_serves_the_folder(folder: Path, tmp_path: Path) -> No
     assert tuning.generate(prompt) == tuned[:-1]
 
 
+@pytest.mark.slow
 def test_begin_with_an_adapter_of_another_precision(tmp_path: Path) -> None:
     one, other = (llama.write(tmp_path / str(bits), bits=bits, layers=1) for bits in (32, 4))
     tuning = FineTuning(one, rank=2, targets=["q_proj", "v_proj"], learning_rate=0.01)
@@ -660,6 +667,7 @@ def test_batches_of_similar_length() -> None:
     assert abs(np.corrcoef(means[1:], means[:-1])[0, 1]) < 0.2  # the batches are in random order
 
 
+@pytest.mark.slow
 def test_training_by_length_resumes(base: Path, tmp_path: Path) -> None:
     rows = [[65 + n % 7] * (2 + n) for n in range(9)]
     settings = {"epochs": 2, "batch_size": 2, "group_by_length": True, "progress": False}
@@ -767,6 +775,7 @@ def test_marked_replies_are_those_of_transformers(base: Path, tmp_path: Path) ->
     assert example.trained.astype(int).tolist() == expected["assistant_masks"]
 
 
+@pytest.mark.slow
 def test_replies_that_cannot_be_found_are_said(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -785,6 +794,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 def test_preferences_are_trained(shallow: Path, untrained: FineTuning, tmp_path: Path) -> None:
     tuning = FineTuning(shallow, learning_rate=0.01, loss=ortops.losses.DPO(beta=0.5))
     before = tuning.evaluate(PAIRS)
@@ -806,6 +816,7 @@ def test_preferences_are_trained(shallow: Path, untrained: FineTuning, tmp_path:
         untrained.fit(PAIRS, progress=False)
 
 
+@pytest.mark.slow
 def test_forms_of_preferences_are_the_same(shallow: Path) -> None:
     tuning = FineTuning(shallow, loss="DPO")
     tuning.session.learning_rate = 0.0
@@ -842,6 +853,7 @@ def preferring(base: Path) -> FineTuning:
     return FineTuning(base, rank=1, loss="DPO")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("row", "text"),
     [
@@ -859,6 +871,7 @@ def test_wrong_preferences(preferring: FineTuning, row: dict[str, Any], text: st
 # --------------------------------------------------------------------------- metrics and sampling
 
 
+@pytest.mark.slow
 def test_accuracy_and_exact_match(shallow: Path) -> None:
     tuning = FineTuning(shallow, learning_rate=0.02)
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ef", "completion": "gh"}]
@@ -893,6 +906,7 @@ def test_sampling(untrained: FineTuning) -> None:
             tuning.generate([65], **settings)
 
 
+@pytest.mark.slow
 def test_probabilities_of_draws() -> None:
     """The frequencies of 4000 draws are within 4 standard deviations of the probabilities."""
     from ortops.llm.generation import Sampling
@@ -911,6 +925,7 @@ def test_probabilities_of_draws() -> None:
         assert (abs(drawn / 4000 - shares) <= 4 * np.sqrt(shares * (1 - shares) / 4000)).all()
 
 
+@pytest.mark.slow
 def test_nothing_below_the_first_adapter_is_differentiated(tmp_path: Path) -> None:
     """An adapter on the last layer needs no backward pass through the layers before it."""
     tuning = FineTuning(llama.write(tmp_path / "base"), 4, 4, targets=["*layers.1*"])

@@ -26,6 +26,7 @@ adapter of rank 8: 7,168 values
 """
 
 
+@pytest.mark.slow
 def test_a_float_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama.write(tmp_path)
     assert main(["check", str(tmp_path)]) == 0
@@ -51,6 +52,7 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "cannot choose the model among 0 .onnx files" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_generation_that_onnxruntime_refuses(tmp_path: Path) -> None:
     folder = llama.write(tmp_path, layers=1)
     with pytest.raises(ArgumentError, match=f"prompt: tokens must be < {llama.WORDS}, got 999"):
@@ -68,6 +70,7 @@ def test_generation_that_onnxruntime_refuses(tmp_path: Path) -> None:
     assert any("q_norm_weight" in each for each in check_folder(folder).said)
 
 
+@pytest.mark.slow
 def test_normalizations_alone(tmp_path: Path) -> None:
     folder = llama.write(tmp_path, bits=4, layers=1)
     assert not check_folder(folder).said  # the embedding is a float matrix
@@ -83,6 +86,7 @@ def test_normalizations_alone(tmp_path: Path) -> None:
     assert said.startswith("without an adapter, only normalizations would be trained")
 
 
+@pytest.mark.slow
 def test_memory_and_time_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama.write(tmp_path, bits=4, layers=1)
     assert main(["check", str(tmp_path), "--measure", "2x16", "--json"]) == 0

@@ -77,6 +77,7 @@ def test_adapters_in_front_of_experts_are_refused(kind: str, layer: int, tmp_pat
     assert "targets=['lm_head']" in problem
 
 
+@pytest.mark.slow
 @pytest.mark.needs("onnxruntime>=1.24")  # for the kernels
 @pytest.mark.parametrize("kind", ["MoE", "QMoE"])
 def test_layers_behind_experts_are_adapted(kind: str, tmp_path: Path) -> None:

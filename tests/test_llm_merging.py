@@ -63,6 +63,7 @@ def loaded(tuned: Path) -> FineTuning:
     return FineTuning.load(tuned / "adapter")
 
 
+@pytest.mark.slow
 def test_a_merged_folder(tuned: Path, loaded: FineTuning, caplog: pytest.LogCaptureFixture) -> None:
     tuning = loaded
     merged = tuned / "merged"
@@ -199,6 +200,7 @@ def test_transformers_js_generates(bits: int, dtype: str, file: str, tmp_path: P
     assert json.loads(done.stdout.splitlines()[-1]) == [[*LEARNED, 256], "abc"]
 
 
+@pytest.mark.slow
 def test_the_command(
     tuned: Path, loaded: FineTuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

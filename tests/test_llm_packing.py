@@ -54,6 +54,7 @@ def write(folder: Path, *, mask: Any = None, positions: str = "input") -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [np.bool_, np.int64, np.float32])
 def test_losses_and_gradients_are_those_of_separate_rows(mask: Any, tmp_path: Path) -> None:
     tuning = FineTuning(write(tmp_path, mask=mask), rank=2)
@@ -77,6 +78,7 @@ def test_losses_and_gradients_are_those_of_separate_rows(mask: Any, tmp_path: Pa
     assert history[-1]["loss"] == pytest.approx(expected.loss, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_models_that_do_not_keep_examples_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +102,7 @@ def test_models_that_do_not_keep_examples_apart(
     assert "must be a number with --packing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_preferences_are_not_packed(tmp_path: Path) -> None:
     tuning = FineTuning(llama.write(tmp_path, layers=1), rank=1, loss="DPO")
     rows = [{"prompt": [1], "chosen": [2, 3], "rejected": [4]}]

@@ -33,6 +33,7 @@ def empty(rows: int) -> dict[str, np.ndarray]:
     return {name: np.zeros(shape, np.float32) for name in names}
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_not_fed_is_empty(
     session: ortops.TrainingSession, feeds: dict[str, np.ndarray]
 ) -> None:
@@ -83,6 +84,7 @@ def test_other_inputs_are_not_left_out(
         session.step(feeds)
 
 
+@pytest.mark.slow
 def test_a_cache_of_fixed_length_is_fed() -> None:
     model = llama.llama()
     for value in model.graph.input:

@@ -42,6 +42,7 @@ def pruned(folder: Path, bits: int, layers: int = llama.LAYERS) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [32, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "targets", [["lm_head", "o_proj"], pytest.param(None, marks=pytest.mark.slow)]
@@ -91,6 +92,7 @@ def served(folder: Path, tokens: list[int]) -> np.ndarray:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["NextToken", ortops.losses.DPO()])
 def test_a_pruned_file_without_its_folder_is_refused(
     loss: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]

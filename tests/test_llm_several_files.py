@@ -456,6 +456,7 @@ def test_merged_decoder_alone(tmp_path: Path) -> None:
     assert FineTuning.load(tuned).generate(rows[1][:2], max_new_tokens=4) == answer
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_whisper_with_tokens_of_language_and_task(opened: Callable[[str], FineTuning]) -> None:
     import torch
@@ -494,6 +495,7 @@ def test_whisper_with_tokens_of_language_and_task(opened: Callable[[str], FineTu
     tuning.fit(rows, epochs=1, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.optional("tokenizers", "llm")
 def test_texts(
     exported: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -530,6 +532,7 @@ def test_texts(
     assert caplog.records[-1].getMessage() == "2 rows were truncated to max_length=3 tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -545,6 +548,7 @@ def test_rows_of_other_forms(untrained: FineTuning, rows: Any, message: str) -> 
         untrained.fit(rows, progress=False)
 
 
+@pytest.mark.slow
 def test_folders_that_cannot_be_trained(
     split_folder: Path, untrained: FineTuning, tmp_path: Path
 ) -> None:

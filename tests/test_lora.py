@@ -307,6 +307,7 @@ def one_layer(**settings: Any) -> onnx.ModelProto:
     return lora.add(base, rank=4, **settings)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("settings", "scale"),
@@ -363,6 +364,7 @@ def test_the_scaling_counts_in_embeddings_and_convolutions() -> None:
         assert curves[12][-1] < curves[3][-1] - 1e-3
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("optimizer", ["Muon", "LAMB", "Lion", "Adafactor", "Adagrad", "Momentum"])
 def test_every_optimizer_knows_the_scaling(optimizer: str) -> None:
     """A step moves B by the scaling times what the rule moves B / scaling by."""
@@ -467,6 +469,7 @@ def test_targets(targets: Any, layers: set[str]) -> None:
     assert {name.split(".lora_")[0] for name in values(found) if ".lora_" in name} == layers
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("head", ["lm_head", "embed_out"])
 @pytest.mark.parametrize("end", ["plain", "bias", "soft cap", "softmax", "Constant nodes", "last"])
 def test_all_linear_is_what_peft_means(head: str, end: str) -> None:
@@ -757,6 +760,7 @@ def test_gradients_of_an_adapter(scale: int) -> None:
         np.testing.assert_allclose(moved, gradient, atol=1e-5)
 
 
+@pytest.mark.quick(4)
 @EVERY
 def test_every_kind_of_layer_learns(case: Case) -> None:
     model = adapted(case)
@@ -879,6 +883,7 @@ def test_check_shows_the_adapter() -> None:
 OCR = ".models/ch_ppocr_mobile_v2.0_cls_mobile.onnx"
 
 
+@pytest.mark.slow
 @pytest.mark.fetched(OCR)
 def test_a_classifier_of_texts(tmp_path: Path) -> None:
     """Of opset 11, with batch normalization and convolutions of groups, which get no adapter."""
@@ -916,6 +921,7 @@ def with_adapter(path: Path) -> onnxruntime.RunOptions:
 with_adapter.kept = []  # type: ignore[attr-defined]
 
 
+@pytest.mark.quick(7)
 @EVERY
 def test_two_adapters_in_turn_on_one_session(case: Case, tmp_path: Path) -> None:
     base = adapted(case)

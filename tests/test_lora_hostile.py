@@ -183,6 +183,7 @@ def same(found: Any, expected: Any) -> bool:
     return bool(np.array_equal(found, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["merge", "save_adapter", "to_peft", "check"])
 def test_changed_metadata_are_refused_or_mean_the_same(
     use: str, adapted: onnx.ModelProto, tmp_path: Path
@@ -270,6 +271,7 @@ def test_messages_name_the_layer(
 # ---------------------------------------------------------------------------- .onnx_adapter files
 
 
+@pytest.mark.slow
 def test_changed_adapter_files_are_refused_or_taken(
     adapted: onnx.ModelProto, tmp_path: Path
 ) -> None:
@@ -416,6 +418,7 @@ def folder(adapted: onnx.ModelProto, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_changed_settings_are_refused_or_taken(folder: Path) -> None:
     file = folder / "adapter_config.json"
     config = json.loads(file.read_text())
@@ -471,6 +474,7 @@ def test_settings_that_are_no_object(text: str, folder: Path) -> None:
         lora.from_peft(base(), folder)
 
 
+@pytest.mark.slow
 def test_changed_weights_are_refused_or_taken(folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     original, rng = file.read_bytes(), random.Random(0)
@@ -652,6 +656,7 @@ def test_a_product_that_does_not_fit_is_not_merged(size: int, adapted: onnx.Mode
         lora.merge(broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     ["[" + "-" * 100_000 + "1]", "[" + "1+" * 100_000 + "1]", "[0x" + "f" * 5000 + ", 1]", "[1"],

@@ -37,6 +37,7 @@ EXPRESSIONS = st.recursive(
 NAMES = st.lists(st.text("ab1._-\n", max_size=8), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(EXPRESSIONS, NAMES)
 def test_patterns_match_as_python_says(pattern: str, names: list[str]) -> None:
@@ -104,6 +105,7 @@ LAYER = "a" * 60
 RUN = "import sys; from ortops import lora; lora.from_peft(sys.argv[1], sys.argv[2])"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("setting", ["rank_pattern", "alpha_pattern"])
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", "(a|aa)*b", "(.*)*b", "a*" * 30 + "b"])
 def test_patterns_of_exponential_time(pattern: str, setting: str, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ OF_NOTHING = [
 ]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("name", "reduction"), OF_NOTHING)
 def test_a_loss_of_nothing_is_0_with_gradient_0(name: str, reduction: str, dtype: Any) -> None:
@@ -193,6 +194,7 @@ STILL = ortops.optimizers.SGD(0.0)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.slow
 @every_kind
 def test_a_step_of_nothing_changes_no_weight(kind: str) -> None:
     """By gradients of 0; the optimizer still counts it."""
@@ -217,6 +219,7 @@ def test_a_step_of_nothing_changes_no_weight(kind: str) -> None:
     assert all(not array.any() for array in gradients.values())
 
 
+@pytest.mark.quick(2)
 @every_kind
 def test_an_optimizer_goes_on_as_with_gradients_of_0(kind: str) -> None:
     """Momentum moves weights on, weight decay shrinks them, as in a step of PyTorch's."""
@@ -252,6 +255,7 @@ def test_fit_goes_on_over_batches_of_nothing(kind: str) -> None:
     assert found[0]["steps"] == 4
 
 
+@pytest.mark.quick(4)
 @every_kind
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 def test_averages_are_those_of_the_whole(kind: str, accumulate: int) -> None:
@@ -284,6 +288,7 @@ def test_an_average_of_nothing_is_undefined() -> None:
     assert found == session.evaluate([full], metrics=["accuracy", "perplexity"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [NONE, SOME])
 def test_parts_without_labels_add_up_to_the_batch(part: Array) -> None:
     for kind in KINDS:
@@ -311,6 +316,7 @@ def test_a_function_with_a_loss_of_ortops() -> None:
     assert_finite(session)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "ignored", "weights", "smoothed", "likelihood"])
@@ -381,6 +387,7 @@ def test_the_average_of_a_sum_weighs_each_summand_by_what_counts() -> None:
     np.testing.assert_allclose(entry["loss"], expected, rtol=1e-6)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lowered", [False, True])
 def test_step_graphs_in_stock_onnxruntime(kind: str, lowered: bool) -> None:

@@ -228,6 +228,7 @@ def numeric_gradient(function: Callable[..., Any], ys: dict[str, Array], name: s
     return gradient
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients(case: str, dtype: Any) -> None:
@@ -247,6 +248,7 @@ def test_values_and_gradients(case: str, dtype: Any) -> None:
         )
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("case", CASES)
 def test_sizes_that_only_a_run_tells(case: str) -> None:
     loss, ys, feeds, formula = CASES[case]
@@ -379,6 +381,7 @@ def _gradient(y: Tensor, x: Tensor) -> Tensor:
 SMOOTH = [name for name in PARTS if name not in ("L1", "hinge", "Huber", "smooth L1")]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("case", SMOOTH)
 def test_second_derivatives(case: str) -> None:
     loss, tensors = PARTS[case]

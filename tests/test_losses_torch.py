@@ -341,6 +341,7 @@ def draw(case: Case, dtype: Any, seed: int = 0) -> tuple[dict[str, Array], dict[
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # torch, of its KLDivLoss
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", list(dict.fromkeys(case.loss.name for case in CASES)))
@@ -408,6 +409,7 @@ CTC_KINDS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", CTC_KINDS)
 def test_ctc_is_that_of_torch(kind: str, dtype: Any) -> None:
@@ -448,6 +450,7 @@ def is_ctc_of_torch(kind: str, blank: int, batch_first: bool, reduction: Any, dt
     np.testing.assert_allclose(gradient, y.grad, **TOLERANCE[dtype])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_ctc_of_random_sizes(seed: int) -> None:
     import torch

@@ -109,6 +109,7 @@ def test_everything_is_measured_and_shown(tmp_path: Path) -> None:
     assert report.left_out == {"further networks, batches and sizes": "they need --all"}
 
 
+@pytest.mark.slow
 def test_what_was_measured_with_these_versions_is_not_measured_again(tmp_path: Path) -> None:
     run(tmp_path, 100_000, start=Double())
     again = Double()
@@ -317,6 +318,7 @@ def test_the_shortest_run(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ measurements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["MLP", "LeNet", "transformer block", "LSTM"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_cpu_agrees_with_itself(model: str, dtype: str) -> None:
@@ -327,6 +329,7 @@ def test_the_cpu_agrees_with_itself(model: str, dtype: str) -> None:
     assert found["nodes"] == sum(found["on_cpu"].values()) > 20
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("joined", [0, 2**18], ids=["in place", "one run"])
 def test_a_device_with_memory_of_its_own_agrees(joined: int) -> None:
     """The CPU's memory, treated as that of a device."""
@@ -465,6 +468,7 @@ def test_a_process_says_why_it_failed(capsys: pytest.CaptureFixture[str]) -> Non
 # --------------------------------------------------------------------------------- documentation
 
 
+@pytest.mark.slow
 def test_the_documentation_says_on_which_cards_a_provider_was_run(tmp_path: Path) -> None:
     assert speed_table.words({}, "cuda") == "implemented, not run"
     run(tmp_path, 100_000, start=Double())

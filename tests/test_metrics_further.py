@@ -44,6 +44,7 @@ def test_confusion_matrix(form: str, *, weighted: bool) -> None:
     assert found.result() == pytest.approx(((labels == answers) * total).sum() / total.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.optional("matplotlib", "plot")
 def test_the_given_object_has_the_matrix(tmp_path: Any) -> None:
     session = TrainingSession(

@@ -418,6 +418,7 @@ def np_loss(model: onnx.ModelProto, p: dict[str, np.ndarray], x: np.ndarray, lab
     return np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(x)), labels])
 
 
+@pytest.mark.slow
 @every_model
 def test_gradient_of_all_parameters(case: Case) -> None:
     """Each parameter's gradient against the change of the float64 loss along it."""
@@ -437,6 +438,7 @@ def test_gradient_of_all_parameters(case: Case) -> None:
         assert (ahead - behind) / 2e-6 == pytest.approx(length, rel=1e-3), name
 
 
+@pytest.mark.quick(3)
 @pytest.mark.torch
 @every_model
 def test_values_and_gradients_against_torch(case: Case) -> None:

@@ -71,6 +71,7 @@ def test_a_seed_determines_the_mutants(checkout: Path) -> None:
     assert mutants.draw(5, 3, ["losses"]) != mutants.draw(6, 3, ["losses"])
 
 
+@pytest.mark.slow
 def test_mutants_that_no_test_detects_survive(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +90,7 @@ def test_mutants_that_no_test_detects_survive(
     assert module.read_text() == SMALL
 
 
+@pytest.mark.slow
 def test_tests_that_fail_without_a_mutant_kill_none(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,7 @@ def trained(model: onnx.ModelProto, settings: Settings, feeds: Any) -> tuple[Cou
     return Counter(spy.operators[-1]), losses
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str) -> None:
     body, gone = FORMS[form]
@@ -454,6 +455,7 @@ def rank_of_loss(model: onnx.ModelProto) -> int:
     return len(found.type.tensor_type.shape.dim)
 
 
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none", None])
 @pytest.mark.parametrize("ignored", [None, 1, -100])
 @pytest.mark.parametrize("weighted", [False, True])

@@ -58,6 +58,7 @@ def lowered_in_stock(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
     return plain_session(lowered)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("route", [python_kernels, lowered_in_ortops, lowered_in_stock])
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *GRADIENTS])
 def test_session(

@@ -89,6 +89,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 del CASES["Prodigy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_of_other_sessions(name: str, tmp_path: Path) -> None:
     """Also after saving, in `run_steps`, in the middle of an evaluation, and after `reset`."""
@@ -147,6 +148,7 @@ def read(node: onnx.NodeProto) -> set[str]:
     return names
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adam8bit", "LAMB", "Adafactor"])
 def test_what_writes_a_variable_follows_from_all_that_read_it(
     optimizer: str, tmp_path: Path

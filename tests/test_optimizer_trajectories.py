@@ -361,6 +361,7 @@ def test_all_optimizers_without_an_operator_are_here() -> None:
     assert {case.optimizer.name for case in CASES.values()} == OPTIMIZERS.keys() - older
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("name", CASES)
 def test_arrays(name: str) -> None:
     case = CASES[name]
@@ -372,6 +373,7 @@ def test_arrays(name: str) -> None:
     assert_close(by_arrays(case.optimizer, start, given), wanted, start, 1e-6)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_sessions(name: str, way: str) -> None:
@@ -380,6 +382,7 @@ def test_sessions(name: str, way: str) -> None:
     assert_close(trained(session, given), expected(case, start, given), start, 1e-6)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.torch
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.torch])
 def test_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,6 +419,7 @@ def nudged(case: Case) -> Iterator[Optimizer]:
             yield replace(optimizer, **{name: value + 0.01 * factor})
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", CASES)
 def test_the_bounds_can_fail(name: str) -> None:
     case, start, given = CASES[name], starts(), gradients()
@@ -426,6 +430,7 @@ def test_the_bounds_can_fail(name: str) -> None:
             assert_close(found, wanted, start, 1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_resumes_exactly(name: str, way: str, tmp_path: Path) -> None:
@@ -441,6 +446,7 @@ def test_resumes_exactly(name: str, way: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(resumed.state[key], array, strict=True)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", CASES)
 def test_float16(name: str) -> None:
     """Masters follow the oracle, of gradients and starts that float16 has."""
@@ -465,6 +471,7 @@ ONNXRUNTIME = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2]
 SMALLEST = [(), (0,), (1,), (0, 3), (2, 0), (2, 0, 3), (1, 1)]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_shape(name: str) -> None:
     """On arrays, without a warning, and as nodes: the same, of the same types and shapes."""
@@ -514,6 +521,7 @@ def test_zero_gradients_from_the_start_stay_finite(name: str) -> None:
 # ------------------------------------------------------------------------------------- packing
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.packed])
 def test_rules_by_element_are_packed(name: str) -> None:
     """One formula for all parameters but the scalar, whose update stays in the graph."""

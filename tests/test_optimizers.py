@@ -112,6 +112,7 @@ def updates(draw: st.DrawFn, name: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTRIBUTES)
 @given(data=st.data())
 def test_a_rule_on_arrays_follows_the_pseudo_code(name: str, data: st.DataObject) -> None:
@@ -138,6 +139,7 @@ def torchs_adam(
     return x
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("epsilon", [1e-8, 1e-3, 1.0])
 @pytest.mark.parametrize("decay", [None, 0.5])
@@ -265,6 +267,7 @@ def run_as_nodes(name: str, update: dict[str, Any], *, symbolic: bool) -> list[A
     return run(tape.model(), feeds)
 
 
+@pytest.mark.quick(54)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("r_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("t", [0, 1, 1000])

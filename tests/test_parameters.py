@@ -146,6 +146,7 @@ CASES: dict[str, tuple[dict[str, Any], Emit, set[str]]] = {
 }
 
 
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_a_weight(case: str) -> None:
     given, emit, expected = CASES[case]

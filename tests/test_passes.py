@@ -263,6 +263,7 @@ def trained(case: Case, settings: Settings, **options: Any) -> tuple[Counter[str
     return Counter(operators), losses
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", CASES)
 def test_with_and_without(name: str) -> None:
     if name == "blocked" and BLOCK is None:
@@ -583,11 +584,13 @@ def in_a_new_process(ending: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lower", "infer", "train"])
 def test_a_rule_that_is_registered_first_of_all(way: str) -> None:
     assert in_a_new_process(f"register()\nprint({way}())") == "[[7.0, 7.0]]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["lower", "infer", "train"])
 def test_a_rule_that_is_registered_later(first: str) -> None:
     printed = in_a_new_process(

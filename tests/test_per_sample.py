@@ -73,6 +73,7 @@ MODELS: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_next_to_one_run_for_each_row(name: str) -> None:
     make, shape = MODELS[name]
@@ -99,6 +100,7 @@ def test_next_to_one_run_for_each_row(name: str) -> None:
             np.testing.assert_allclose(array[row], other, rtol=1e-3, atol=1e-5 * size + 1e-7)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, 1e6])
 def test_clipped_rows_are_summed(max_norm: float) -> None:
     model = lenet.lenet()
@@ -174,6 +176,7 @@ def test_losses_and_inputs(loss: Any) -> None:
             np.testing.assert_allclose(array[row], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_of_an_embedding_and_trainable() -> None:
     model = transformer.transformer(vocabulary=7)
     feeds = {"tokens": np.random.default_rng(0).integers(0, 7, (ROWS, 6)), "labels": labels()}

@@ -122,6 +122,7 @@ def test_a_training_by_hand() -> None:
     assert history[-1]["learning_rate"] < history[0]["learning_rate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [None, 3])
 @pytest.mark.parametrize("stop", [3, 9, 14, 20, 26, 33])
 def test_a_resumed_training_goes_on_counting(stop: int, every: int | None, tmp_path: Path) -> None:
@@ -144,6 +145,7 @@ def test_a_resumed_training_goes_on_counting(stop: int, every: int | None, tmp_p
     assert_same_arrays(dict(session.state), dict(whole.state))
 
 
+@pytest.mark.slow
 def test_a_part_of_an_epoch_does_not_count(tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
         return [ReduceLROnPlateau(0, 0.5), Checkpoint(tmp_path / "saved.onnx")]

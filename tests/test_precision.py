@@ -182,6 +182,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_float16_steps(name: str, way: str) -> None:
@@ -645,6 +646,7 @@ def epochs_of(model: onnx.ModelProto) -> tuple[list[float], float]:
     return [epoch["loss"] for epoch in history], session.evaluate(data)["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "model",

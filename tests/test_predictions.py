@@ -338,6 +338,7 @@ def classes_at(p: Array, labels: Array) -> Array:
     return np.take_along_axis(p, np.expand_dims(labels, axis), axis)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("loss", ["SoftmaxCrossEntropy", "NegativeLogLikelihood", "Focal"])
 @pytest.mark.parametrize("move", MOVES)
 def test_the_axis_of_the_classes_is_followed(move: str, loss: str) -> None:

@@ -111,6 +111,7 @@ def pair(
     )
 
 
+@pytest.mark.slow
 def test_steps_on_a_device_are_the_same(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings, tmp_path: Path
 ) -> None:
@@ -134,6 +135,7 @@ def test_steps_on_a_device_are_the_same(
         np.testing.assert_allclose(device.state[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.quick(1)
 def test_both_halves_of_a_step(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
 ) -> None:
@@ -148,6 +150,7 @@ def test_both_halves_of_a_step(
     assert_same_arrays(device.step(batch), ours.step(batch))
 
 
+@pytest.mark.quick(1)
 def test_several_steps_in_a_run(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
 ) -> None:
@@ -157,6 +160,7 @@ def test_several_steps_in_a_run(
     assert_same_arrays(by_name(device), by_name(ours))
 
 
+@pytest.mark.quick(1)
 def test_state_is_set_and_reset(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
 ) -> None:
@@ -177,6 +181,7 @@ def test_state_is_set_and_reset(
     assert_same_arrays(by_name(device), by_name(TrainingSession(model)))
 
 
+@pytest.mark.quick(3)
 def test_a_step_moves_no_variable(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings, moved: list[str]
 ) -> None:
@@ -191,6 +196,7 @@ def test_a_step_moves_no_variable(
     assert moved == ["fetch"]
 
 
+@pytest.mark.quick(2)
 def test_large_models_are_updated_in_place(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]],
 ) -> None:
@@ -466,6 +472,7 @@ def with_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [None, ON_DEVICE, IN_PLACE], ids=["here", "on the device", "in place"]
 )
@@ -494,6 +501,7 @@ def test_inputs_that_are_copied_when_they_are_bound(
     assert device.evaluate([batch])["loss"] == pytest.approx(cpu.evaluate([batch])["loss"], 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [None, ON_DEVICE, IN_PLACE], ids=["here", "on the device", "in place"]
 )
@@ -531,6 +539,7 @@ def test_options_with_which_steps_could_be_wrong(option: str) -> None:
         choose_providers([("webgpu", {option: 1})])
 
 
+@pytest.mark.slow
 def test_a_language_model_is_tuned_on_a_provider(tmp_path: Path) -> None:
     rows = [{"input_ids": [65, 66, 67, 68, 256]}]
     base = llama.write(tmp_path / "base")
@@ -547,6 +556,7 @@ def test_a_language_model_is_tuned_on_a_provider(tmp_path: Path) -> None:
         FineTuning(base, providers=["NoExecutionProvider"])
 
 
+@pytest.mark.slow
 def test_the_command_line_tunes_on_a_provider(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -442,6 +442,7 @@ def test_taylor_removes_what_changes_the_loss_least() -> None:
         surgery.prune(model, 0.5, scores="taylor", gradients=wrong)
 
 
+@pytest.mark.slow
 def test_a_pruned_model_trains() -> None:
     data = digits.load()
     feeds = {"images": data.train.images, "labels": data.train.labels}

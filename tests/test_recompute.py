@@ -88,6 +88,7 @@ def same(model: onnx.ModelProto, batch: dict[str, Array], chosen: Any, **options
         np.testing.assert_allclose(frugal.state[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [1, 3, 1000, "sqrt"])
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_stay_the_same(name: str, chosen: Any) -> None:
@@ -99,6 +100,7 @@ def test_names() -> None:
     same(model, batch, ["encoder.layers.1/Add_1_output", "encoder.layers.3/Add_output"])
 
 
+@pytest.mark.slow
 def test_names_of_the_model_behind_what_training_changes(tmp_path: Path) -> None:
     """What is behind Dropout has another name in a training step than in the model."""
     model, batch = made("transformer with dropout")

@@ -214,6 +214,7 @@ def test_what_a_test_needs_is_said(requirement: str, said: str):
     assert conftest.unmet(requirement) == (said and f"tests left out: {said}")
 
 
+@pytest.mark.slow
 def test_no_file_depends_on_one_machine(tracked):
     found = []
     for path in tracked:
@@ -292,6 +293,7 @@ print(*sorted({"onnx_ir", "sympy", "onnxruntime_extensions"} & set(sys.modules))
     assert run.stdout.split() == []
 
 
+@pytest.mark.slow
 def test_no_module_stands_in_for_another_while_ortops_is_imported():
     """What another thread imports meanwhile is the module itself, and stays so."""
     script = """
@@ -409,6 +411,7 @@ def test_the_readme_and_pages_have_examples():
     assert len(PAGES_WITH_EXAMPLES) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_EXAMPLES, ids=lambda page: page.stem)
 def test_examples_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -430,6 +433,7 @@ def test_examples_need_nothing_but_the_package():
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_the_table_of_operators_is_up_to_date():
     command = [sys.executable, str(ROOT / "scripts" / "operator_table.py"), "--check"]
     assert subprocess.run(command).returncode == 0, "run scripts/operator_table.py"
@@ -446,6 +450,7 @@ def top_imports(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_files_that_import_optional_packages_are_listed() -> None:
     """Otherwise, ./scripts/test fails while it collects tests, where a package is missing."""
     optional = {package for packages in conftest.FILES.values() for package in packages}

@@ -163,6 +163,7 @@ CASES = quick(
 )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:

@@ -116,6 +116,7 @@ TRANSPOSE = quick(
 )
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CONV + TRANSPOSE)
 def test_dot(case: Case, symbolic: bool) -> None:
@@ -168,6 +169,7 @@ def output_of(case: Case) -> np.ndarray:
     return run(model, dict(zip(names, case.inputs, strict=True)))[0]
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("known", [2, 4], ids=["channels", "all_but_batch"])
 @by_case(CONV + TRANSPOSE)
 def test_unknown_sizes_with_known_weights_give_the_same(case: Case, known: int) -> None:

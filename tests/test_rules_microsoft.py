@@ -745,6 +745,7 @@ def forward(case: Fused, *, symbolic: bool):
     return nodes, inputs, feeds, wide, total
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)
 def test_gradient(case: Fused, symbolic: bool) -> None:
@@ -805,6 +806,7 @@ def mixed_difference(
     return result / (2 * step) ** len(directions)
 
 
+@pytest.mark.quick(6)
 @by_case([case for case in CASES if case.orders > 1])
 def test_higher_orders(case: Fused) -> None:
     """The gradient of Σ vᵢ · ∂y/∂xᵢ, and the same once more for a third order."""
@@ -1007,6 +1009,7 @@ def test_what_is_not_covered(fused: onnx.NodeProto, message: str) -> None:
         ortops.lower(whole)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("made", "shape", "fused"),
     [

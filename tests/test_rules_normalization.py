@@ -151,6 +151,7 @@ CASES = quick(
 )
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
@@ -203,6 +204,7 @@ def narrowed(inputs: Sequence[np.ndarray], dtype: type) -> list[np.ndarray]:
 FLOAT16 = [case for case in CASES if case.orders == 2 and case.name != "float32"]
 
 
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("case", FLOAT16, ids=str)
 def test_float16_agrees_with_float32(case: Case) -> None:
     weights = [normal(*case.inputs[0].shape, seed=7)]

@@ -415,6 +415,7 @@ def test_against_windows_in_float64(
                 np.testing.assert_allclose(found, array, rtol=1e-5, atol=1e-5, err_msg=f"{given}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inferred", [False, True], ids=["bare", "inferred by onnx"])
 @pytest.mark.parametrize("op", ["MaxPool", "AveragePool"])
 def test_a_network_of_an_older_opset_is_trained_like_one_of_version_22(

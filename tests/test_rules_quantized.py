@@ -367,6 +367,7 @@ def build(
     return nodes, inputs, {**feeds, "w": weights}, constants, (wide, total, evaluate)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)
 def test_straight_through(case: Case, symbolic: bool) -> None:
@@ -417,6 +418,7 @@ class Batches(CalibrationDataReader):
         return next(self.batches, None)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("form", list(QuantFormat), ids=str)
 @pytest.mark.parametrize(
@@ -498,6 +500,7 @@ MOVES: list[tuple[str, list[onnx.NodeProto], dict[str, np.ndarray]]] = [
 ]
 
 
+@pytest.mark.quick(24)
 @pytest.mark.parametrize("kind", [np.uint8, np.int8])
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize(

@@ -451,11 +451,13 @@ def is_known(case: Case) -> bool:
     return not (case.attributes.get("layout") and case.lens)
 
 
+@pytest.mark.quick(1)
 @by_case(CASES)
 def test_gradient(case):
     check(case, symbolic=False)
 
 
+@pytest.mark.quick(1)
 @by_case([*filter(has_shapes, CASES)])
 def test_gradient_at_symbolic_shapes(case):
     twice = case.name in ("", "linear", "lens") and case.attributes != DIRECTIONS[2]

@@ -125,6 +125,7 @@ CASES = quick(
 )
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:
@@ -160,6 +161,7 @@ def test_ties_and_zeros(
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("op", INPUTS)
 @pytest.mark.parametrize("given", [axes(1), axes(0, -1), axes(), None], ids=str)
 def test_unknown_ranks(op: str, given: np.ndarray | None) -> None:

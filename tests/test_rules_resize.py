@@ -350,6 +350,7 @@ TORCH = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(16)
 @pytest.mark.torch
 @pytest.mark.parametrize("size", [(10, 14), (3, 4), (9, 5)])
 @pytest.mark.parametrize(("mode", "coordinates", "attributes", "given"), TORCH)
@@ -386,6 +387,7 @@ OLD = [
 ]
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(("opset", "scales", "mode", "run_time"), OLD)
 def test_old_files_keep_their_meaning(
     opset: int, scales: list[float], mode: str, run_time: bool

@@ -53,6 +53,7 @@ GRID = quick(
 )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(GRID, "given")
 def test_dot(given: Case, symbolic: bool) -> None:
@@ -205,6 +206,7 @@ ROI_POOL = Case(
 )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case([*ALIGN, ROI_POOL], "given")
 def test_dot_of_regions(given: Case, symbolic: bool) -> None:

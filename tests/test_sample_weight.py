@@ -131,6 +131,7 @@ FURTHER = [
 LOSSES_WEIGHED = list(dict.fromkeys(case.loss.name for case in [*WEIGHED, *FURTHER]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES_WEIGHED)
 def test_a_weight_of_three_is_the_row_three_times(name: str) -> None:
     with all_violations() as check:
@@ -319,6 +320,7 @@ def test_the_regressor_finds_scikit_learns_weighted_line() -> None:
     assert score == pytest.approx(theirs.score(X, y, sample_weight=w), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.sklearn
 @pytest.mark.parametrize("class_weight", [None, "balanced", {"a": 5.0}])
 def test_the_classifier_finds_scikit_learns_weighted_probabilities(class_weight: Any) -> None:

@@ -73,6 +73,7 @@ def calls(function: Callable[[onnx.ModelProto], Any], model: onnx.ModelProto) ->
     return int(pstats.Stats(profile).total_calls)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layer", [dense, plain])
 def test_backward_of_each_further_layer_is_the_same(
     layer: Callable[[Tape, Tensor, int], Tensor],
@@ -83,6 +84,7 @@ def test_backward_of_each_further_layer_is_the_same(
     assert all(not unread(model.graph) for model in lowered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [dense, plain])
 def test_work_grows_linearly(layer: Callable[[Tape, Tensor, int], Tensor]) -> None:
     ortops.lower(chain(layer, 2))  # imports, and what is kept from call to call

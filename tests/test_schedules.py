@@ -91,6 +91,7 @@ def test_formulas(schedule: Schedule, factor: Callable[[int], float]) -> None:
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("schedule", "name", "settings"),
@@ -230,6 +231,7 @@ def test_schedules_need_numpy_alone() -> None:
 # ------------------------------------------------------------------------------------- in steps
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("name", EACH)
 def test_steps_follow_the_formula(name: str, joined: bool) -> None:
@@ -277,6 +279,7 @@ def test_a_training_follows_torchs_schedule(joined: bool) -> None:
         )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
 def test_a_step_graph_in_a_plain_session_follows_it(optimizer: Any, lowered: bool) -> None:
@@ -389,6 +392,7 @@ def test_a_second_schedule_is_refused() -> None:
 # -------------------------------------------------------------------------------------- copies
 
 
+@pytest.mark.quick(19)
 @pytest.mark.parametrize(
     "duplicate",
     [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy, copy.copy],

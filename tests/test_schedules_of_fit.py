@@ -63,6 +63,7 @@ def rates(make: Any, given: dict[str, Any], steps: int) -> list[float]:
     return [schedule(n) for n in range(steps)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", EACH)
 @pytest.mark.parametrize(
     ("settings", "steps"),
@@ -82,6 +83,7 @@ def test_the_steps_of_fit(case: str, settings: Any, steps: int) -> None:
     assert int(session.state["schedule_start"]) == 0
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stop", [1, 4, 7])
 def test_resuming_continues(stop: int, tmp_path: Path) -> None:
     trainable = model(schedules.warmup_cosine(0.2, warmup=2), optimizer=Adam)
@@ -122,6 +124,7 @@ def test_reset_forgets_the_number() -> None:
         session.step(DATA)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 @pytest.mark.parametrize("net", ["float", "half"])
 @pytest.mark.parametrize("groups", [None, {"w2": {"learning_rate": 0.02}}], ids=str)

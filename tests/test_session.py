@@ -64,6 +64,7 @@ def adam(feeds, index=0, *, alpha=0.9, beta=0.999, epsilon=1e-6):
     return [np.array(column) for column in zip(*results, strict=True)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("form", ["path", "bytes", "proto"])
 def test_forms_of_a_model(tmp_path, kernels, form):

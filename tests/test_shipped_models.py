@@ -112,6 +112,7 @@ def test_an_orientation_classifier_learns_another_task(
     assert {"conv1_weights", "fc_0.w_0", "fc_0.b_0"} <= moved
 
 
+@pytest.mark.slow
 @pytest.mark.fetched(CLASSIFIER)
 def test_a_head_alone_leaves_statistics_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     model = onnx.load(CLASSIFIER)
@@ -293,6 +294,7 @@ def estimator(name: str) -> Any:
     }[name]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.sklearn
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize("name", ["GaussianNB", "MultinomialNB", "BernoulliNB", "calibrated"])
@@ -320,6 +322,7 @@ def test_probabilities_of_scikit_learn_are_not_squashed_twice(name: str, classes
     assert found == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.sklearn
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize(
@@ -367,6 +370,7 @@ def test_classifiers_of_scikit_learn(name: str, classes: int) -> None:
     assert after["loss"] == pytest.approx(negative_log_likelihood(p, labels), rel=1e-4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.sklearn
 @pytest.mark.parametrize("name", ["linear", "two targets", "pipeline", "network"])
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -598,6 +602,7 @@ def convolutions(folded: bool) -> Any:
     return net
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("mode", ["auto", "train", "frozen"])
 @pytest.mark.parametrize("named", [None, "classifier.*"])
@@ -638,6 +643,7 @@ def test_batch_normalization_as_in_torch(mode: Any, named: str | None, dynamo: b
             np.testing.assert_allclose(arrays[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_folded_normalization_leaves_weights(dynamo: bool) -> None:
@@ -661,6 +667,7 @@ def test_folded_normalization_leaves_weights(dynamo: bool) -> None:
     assert sorted(head.parameters) == ["classifier.bias", "classifier.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_the_first_state_of_an_lstm_is_no_weight(dynamo: bool) -> None:
@@ -714,6 +721,7 @@ def stripes() -> tuple[onnx.ModelProto, dict[str, Array]]:
     return tape.model(), {"x": images, "labels": labels}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps", [False, True])
 def test_half_precision(
     keeps: bool, stripes: tuple[onnx.ModelProto, dict[str, Array]], tmp_path: Path
@@ -794,6 +802,7 @@ QUANTIZED: dict[str, tuple[set[str], int]] = {
 """What is left to train of a model, and how many weights are not."""
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_weights_stay(
     kind: str,
@@ -937,6 +946,7 @@ def test_the_default_of_two_outputs_is_the_first() -> None:
 # ---------------------------------------------------------------------------- what check tells
 
 
+@pytest.mark.slow
 @pytest.mark.fetched(CLASSIFIER)
 def test_copies_for_training_are_no_readers() -> None:
     report = check(CLASSIFIER, loss="SoftmaxCrossEntropy")

@@ -186,6 +186,7 @@ def test_a_search_with_processes(iris):
     assert search.best_score_ > 0.9
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("targets", [1, 2])
 def test_a_regressor(targets):
     from sklearn.datasets import make_regression
@@ -248,6 +249,7 @@ def typed_model(kind: str, size: int = 1) -> onnx.ModelProto:
     return tape.model()
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("kind", "value", "given"),
     [
@@ -324,6 +326,7 @@ def log_model(features: int, outputs: int) -> onnx.ModelProto:
     return mlp.mlp((features, 4, outputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "callback",
     [

@@ -103,6 +103,7 @@ def with_library(step: onnx.ModelProto) -> onnxruntime.InferenceSession:
 # ------------------------------------------------------------------------------------- numbers
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_plain_sessions_train_as_the_training_session_does(model: str, optimizer: str) -> None:
@@ -199,6 +200,7 @@ def test_any_optimization_gives_the_same_numbers(level: Any) -> None:
 FOUR = {"mlp": mlp, "lenet": lenet, "resnet": resnet, "transformer": transformer}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
 def test_the_four_models(name: str) -> None:
     settings = {"dropout_ratio": 0.2} if name in ("lenet", "transformer") else {}
@@ -321,6 +323,7 @@ SHARING = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("make", SHARING.values(), ids=SHARING)
 def test_onnxruntime_shares_the_forward_pass(make: Any, tmp_path: Path) -> None:
     given = build_training_model(make(), loss="SoftmaxCrossEntropy", optimizer="SGD")

@@ -115,6 +115,7 @@ def test_a_text_classifier_trains_like_one_on_vectorized_texts(settings: dict[st
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sklearn
 def test_a_text_classifier_is_fitted_evaluated_and_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -135,6 +136,7 @@ def test_a_text_classifier_is_fitted_evaluated_and_saved(
     plain_session(onnx.load(tmp_path / "text.onnx")).run(None, {"text": TEXTS[:, None]})
 
 
+@pytest.mark.slow
 @pytest.mark.sklearn
 def test_the_command_line_trains_a_text_classifier(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

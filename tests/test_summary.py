@@ -30,6 +30,7 @@ def large(blocks: int = 150) -> onnx.ModelProto:
     return tape.model()
 
 
+@pytest.mark.slow
 def test_a_large_model_has_a_short_report() -> None:
     report = check(large())
     lines = str(report).splitlines()
@@ -45,6 +46,7 @@ def test_a_large_model_has_a_short_report() -> None:
     assert report.as_dict()["parameters"].keys() == report.parameters.keys()
 
 
+@pytest.mark.slow
 def test_all_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "large.onnx"
     onnx.save(large(), file)

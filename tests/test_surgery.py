@@ -536,6 +536,7 @@ def test_training_with_a_new_head() -> None:
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.slow
 @pytest.mark.fetched(ORIENTATION)
 def test_a_real_classifier() -> None:
     model = onnx.load(ORIENTATION)
@@ -629,6 +630,7 @@ def attention(batch: int, time: int, heads: int, opset: int = 13) -> onnx.ModelP
     )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("batch", "time", "heads"), [(1, 5, 2), (1, 1, 1), (2, 2, 2), (3, 5, 2)])
 @pytest.mark.parametrize("opset", [11, 13, 17])
 def test_attention(batch: int, time: int, heads: int, opset: int) -> None:
@@ -759,6 +761,7 @@ SMALL: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray], list[int], l
 }
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("ir_version", [3, 8])
 def test_constants_that_hold_the_batch(name: str, ir_version: int) -> None:

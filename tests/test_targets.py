@@ -70,6 +70,7 @@ def domains(model: onnx.ModelProto) -> set[str]:
     return inside(model.graph.node)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_are_the_same(name: str) -> None:
     """The functions of the step graph are what no pass has seen."""

@@ -182,6 +182,7 @@ LOSS_BOUND = 1e-5
 WEIGHT_BOUND = 1e-4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_trains_as_torch_does(model: str, optimizer: str) -> None:
@@ -200,6 +201,7 @@ def trains_as_torch_does(model: str, optimizer: str, **options: Any) -> None:
     assert deviation(state, weights, initial(proto)) < WEIGHT_BOUND
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_updates_apart_from_gradients_train_so_too(optimizer: str) -> None:
     trains_as_torch_does("mlp", optimizer, settings=Settings(joined=-1))  # as in larger models
@@ -252,6 +254,7 @@ def adam_oracle(
     return losses, values(module)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", ["joined", "apart", "python"])
 @pytest.mark.parametrize(
     "optimizer",
@@ -290,6 +293,7 @@ def test_adam_is_not_torchs() -> None:
     assert deviation(state, weights, initial(proto)) > 10 * WEIGHT_BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 @pytest.mark.parametrize("model", ["mlp", "lenet", "transformer"])
 def test_epsilon_after_correction_is_torchs(model: str, kind: type[Adam | AdamW]) -> None:

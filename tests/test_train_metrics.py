@@ -59,6 +59,7 @@ def shares(outputs: list[np.ndarray], batches: list[Arrays]) -> float:
 # --------------------------------------------------------------------------------- the numbers
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_outputs_before_each_step(accumulate: int, prefetch: int) -> None:
@@ -179,6 +180,7 @@ def fitted(data: Arrays, model: onnx.ModelProto) -> Arrays:
     return given
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"recompute": "sqrt"}], ids=str)
 def test_without_an_update_they_are_those_of_evaluate(case: str, settings: Any) -> None:
@@ -293,6 +295,7 @@ class Largest(StreamingMetric):
         return self.largest
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
 def test_the_rows_before_a_resume_count(stop: int, accumulate: int, tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ WAYS = {
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
+@pytest.mark.quick(2)
 @every_way
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
@@ -318,6 +319,7 @@ def test_state_is_whole_while_steps_are_made(way: str) -> None:
 # ---------------------------------------------------------------------------------- run_steps
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
 def test_run_steps_are_steps(optimizer: Any) -> None:
     model = ortops.build_training_model(

@@ -124,6 +124,7 @@ def check(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
         assert scale > 0
 
 
+@pytest.mark.quick(3)
 @CELLS
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -133,6 +134,7 @@ def test_gradients(
     check(*build(operator, direction=direction, symbolic=symbolic, **attributes))
 
 
+@pytest.mark.quick(4)
 @CELLS
 @pytest.mark.parametrize("optional", ["", "B", "h", "Bh"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -142,6 +144,7 @@ def test_optional_inputs(
     check(*build(operator, direction=direction, optional=optional, **attributes))
 
 
+@pytest.mark.quick(6)
 @CELLS
 @pytest.mark.parametrize("outputs", [["Y"], ["Y_h"]], ids="-".join)
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -157,6 +160,7 @@ def test_optional_cell_state(direction: str, outputs: Sequence[str]) -> None:
     check(*build(direction=direction, optional="c", outputs=outputs))
 
 
+@pytest.mark.quick(10)
 @CELLS
 @pytest.mark.parametrize("xs", ["X", "W", "R", "B", "h"])
 def test_gradient_of_one_input(operator: str, attributes: dict[str, int], xs: str) -> None:
@@ -224,6 +228,7 @@ def test_other_forms_of_the_others_stay(operator: str, options: dict[str, Any]) 
     assert all(np.isfinite(array).all() for array in run(ours, feeds))
 
 
+@pytest.mark.quick(10)
 @pytest.mark.torch
 @pytest.mark.parametrize("form", ["static", "symbolic, Y only", "symbolic, last states only"])
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -101,6 +101,7 @@ def test_a_step_of_gradient_descent_by_hand() -> None:
         assert set(outputs) == {"loss", "y"}
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_both_kinds_of_kernels_agree(optimizer: str, dtype: type) -> None:
@@ -738,6 +739,7 @@ def with_feed(**changes: Any) -> Any:
     return {name: array for name, array in batch.items() if array is not None}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("feeds", "message"),
     [

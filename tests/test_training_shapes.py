@@ -43,6 +43,7 @@ def spy() -> Spy:
     return Spy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [SGD(0.1), Momentum(0.1)], ids=["SGD", "Momentum"])
 def test_batches_of_changing_size(spy: Spy, optimizer: Any) -> None:
     sizes = [16, 16, 5, 16, 7, 1, 5]
@@ -70,6 +71,7 @@ def test_state_set_between_shapes_counts_for_all() -> None:
     assert float(session.step(batch(3))["loss"]) == pytest.approx(np.log(10), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_several_steps_in_one_call() -> None:
     batches = [batch(4, seed) for seed in range(4)]
     one, several = TrainingSession(trainable()), TrainingSession(trainable())
@@ -118,6 +120,7 @@ def test_providers_may_have_options(spy: Spy) -> None:
     assert spy.rows("images") == [4, 4]  # options of the CPU's provider do not change graphs
 
 
+@pytest.mark.slow
 def test_the_graph_for_any_shapes_is_made_when_it_is_needed(spy: Spy) -> None:
     ours = TrainingSession(trainable(), settings=spy.watching(Settings()))
     for rows in (4, 4, 2):

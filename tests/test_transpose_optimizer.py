@@ -91,6 +91,7 @@ def test_other_models_are_not_affected(fault: bool) -> None:
     assert bool(transpose_optimizer.disabled_optimizers(model_of("cubic"))) == fault
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("dynamo", [False, True], ids=["TorchScript", "dynamo"])
 def test_a_vision_transformer_of_torch_trains(dynamo: bool, fault: bool) -> None:

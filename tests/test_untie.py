@@ -92,6 +92,7 @@ def test_weights_of_one_reader_and_trainable_files_are_refused() -> None:
         untie(ortops.build_training_model(tied(), loss="mse", optimizer="SGD"))
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_fresh_export_has_the_gradients_of_torch() -> None:
     import torch

@@ -66,6 +66,7 @@ def found_in(source: str) -> Iterator[str]:
                 yield f"{where}.{name}"
 
 
+@pytest.mark.slow
 def test_nothing_that_is_read_is_executed() -> None:
     found = {
         (path.relative_to(PACKAGE).as_posix(), what)

@@ -62,6 +62,7 @@ FORMS: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.3, 0.5, 0.9])

@@ -177,6 +177,7 @@ def check(
 # ----------------------------------------------------------------------------- single operators
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("key", CASES, ids=lambda key: key[1])
 def test_an_operator_is_mapped(key: tuple[str, str]) -> None:
     checked = 0
@@ -605,6 +606,7 @@ def test_a_map_is_trained() -> None:
     assert losses[-1] < losses[0] / 100
 
 
+@pytest.mark.slow
 @pytest.mark.optional("jax", "compare")
 def test_next_to_jax() -> None:
     jax = pytest.importorskip("jax")

@@ -112,6 +112,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], float, float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [n if n.startswith("mlp") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS],
@@ -155,6 +156,7 @@ def test_variables_are_on_the_device() -> None:
     assert device.placement["Tanh"] == "WebGpuExecutionProvider"
 
 
+@pytest.mark.slow
 def test_fit_evaluate_and_predict() -> None:
     device, cpu = pair(built(classifier(dropout=0.25), ema_decay=0.9))
     data = {name: np.concatenate([array] * 5) for name, array in BATCH.items()}
@@ -169,6 +171,7 @@ def test_fit_evaluate_and_predict() -> None:
     assert_close(device.evaluate(data), cpu.evaluate(data))  # of what the last step wrote
 
 
+@pytest.mark.slow
 def test_gradients_and_several_steps() -> None:
     device, cpu = pair(built(classifier(dropout=0.5), clip_norm=0.5))
     for _ in range(3):
@@ -200,6 +203,7 @@ def test_resume_is_exact(tmp_path: Path) -> None:
     assert_close(device.step(BATCH), cpu.step(BATCH))
 
 
+@pytest.mark.slow
 def test_large_models_are_updated_in_place(tmp_path: Path) -> None:
     model = built(
         classifier(dropout=0.5),
@@ -242,6 +246,7 @@ def test_state_is_set() -> None:
     assert_close(device.state, cpu.state)
 
 
+@pytest.mark.slow
 def test_recomputed_activations() -> None:
     model = transformer(width=8, heads=2, hidden=16, depth=2, dropout_ratio=0.1)
     device, cpu = pair(built(model), recompute="sqrt")
@@ -249,6 +254,7 @@ def test_recomputed_activations() -> None:
         assert_close(device.step(batch), cpu.step(batch))
 
 
+@pytest.mark.slow
 def test_an_adapter() -> None:
     model = ortops.lora.add(transformer(width=8, heads=2, hidden=16, depth=1), rank=2)
     device, cpu = pair(built(model))
@@ -257,6 +263,7 @@ def test_an_adapter() -> None:
     assert_close(device.state, cpu.state, 1e-4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "optimizer", ["SGD", "NAdam", "RAdam", "Lion", "LAMB", "Adafactor", "Muon"]
 )

@@ -578,6 +578,7 @@ def probabilities(given: dict[str, list[float]], centers: list[float]) -> dict[s
     }
 
 
+@pytest.mark.quick(22)
 @pytest.mark.parametrize("opset", [9, 13, 21])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("targets", [1, 2, 3])
@@ -612,6 +613,7 @@ CLASSIFIERS: list[tuple[int, list[Any], str]] = [
 ]
 
 
+@pytest.mark.quick(17)
 @pytest.mark.parametrize("opset", [9, 13, 21])
 @pytest.mark.parametrize(("outputs", "labels", "transform"), CLASSIFIERS)
 def test_linear_classifier(outputs: int, labels: list[Any], transform: str, opset: int) -> None:
@@ -635,6 +637,7 @@ def test_linear_classifier(outputs: int, labels: list[Any], transform: str, opse
     check(model, {"x": rows}, tolerance=ROUNDING, change=change)
 
 
+@pytest.mark.quick(15)
 @pytest.mark.parametrize("shape", [None, [3], ["n", 3]])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.int32])
 @pytest.mark.parametrize("outputs", [1, 3])
@@ -822,6 +825,7 @@ def test_linear_refuses_probit_of_one_score() -> None:
 SILERO = FOLDER / "silero_vad.onnx"
 
 
+@pytest.mark.slow
 @pytest.mark.fetched(SILERO)
 def test_weights_in_branches_of_a_real_model() -> None:
     """Silero's two networks, for two sampling rates, lie in the branches of an If."""

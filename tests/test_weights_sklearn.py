@@ -15,6 +15,7 @@ from ortops.graph.files.external import LightModel
 from ortops.graph.weights import lift, weights
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("zipmap", [False, True])
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize("name", ["LogisticRegression", "OneVsRestClassifier", "LinearSVC"])

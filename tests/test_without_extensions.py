@@ -66,6 +66,7 @@ def run(script: str, blocked: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_models_train_as_with_the_extension() -> None:
     """One step of gradient descent on the mean of (w - target)²: w = rate · 2 · target / 2."""
     run(
@@ -85,6 +86,7 @@ def test_models_train_as_with_the_extension() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", BLOCKED)
 def test_optimizer_nodes_run_as_standard_operators_and_the_log_says_so_once(blocked: str) -> None:
     """Momentum with alpha 0 is gradient descent: X - R · G = 1 - 0.5 · 4 = -1, 2 - 0.5 · 4 = 0."""
@@ -127,6 +129,7 @@ def test_optimizer_nodes_run_as_standard_operators_and_the_log_says_so_once(bloc
     )
 
 
+@pytest.mark.slow
 def test_asked_for_by_name_the_error_says_what_to_install() -> None:
     run(
         """
@@ -151,6 +154,7 @@ def test_asked_for_by_name_the_error_says_what_to_install() -> None:
     )
 
 
+@pytest.mark.slow
 def test_training_imports_only_the_dependencies() -> None:
     """Blocks every installed package that is no dependency, and trains, saves, resumes, exports."""
     code = textwrap.dedent(f"""

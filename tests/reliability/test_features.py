@@ -54,6 +54,7 @@ def test_any_combination_with_a_model_of_torch(model: str, seed: int) -> None:
         assert failure is None, f"ORTOPS_FEATURES_SEED={seed}\n{failure}"
 
 
+@pytest.mark.slow
 def test_every_pair_of_values_is_drawn() -> None:
     missing = legal_pairs()
     for draw in draws(SEED, 600):
@@ -95,6 +96,7 @@ REFUSED = [
 """Combinations that ortops refuses, with what it says."""
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(("draw", "message"), REFUSED, ids=repr)
 def test_what_cannot_be_combined_is_refused(draw: Draw, message: str) -> None:
     assert not is_legal(draw)
@@ -125,11 +127,13 @@ ONCE_WRONG += [  # onnxruntime did not optimize a graph that had more sums of up
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("draw", ONCE_WRONG, ids=repr)
 def test_combinations_that_were_once_wrong(draw: Draw) -> None:
     check(draw)
 
 
+@pytest.mark.slow
 def test_a_failure_shows_the_simplest_combination(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here fit shuffles in another order where a thread reads two batches ahead, or more."""
     fit = TrainingSession.fit

@@ -459,6 +459,7 @@ def test_tensors_of_torch(way: Any) -> None:
             way(mirror(), {"x": given})
 
 
+@pytest.mark.quick(3)
 @pytest.mark.torch
 @every_way
 def test_arrays_of_jax(way: Any) -> None:

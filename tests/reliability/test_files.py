@@ -105,6 +105,7 @@ def save_many(limit: int, path: str, first: int, count: int) -> None:
         ortops.save_model(marked(number), path)
 
 
+@pytest.mark.slow
 def test_two_savers_and_a_reader(limit: int, tmp_path: Path) -> None:
     path, count = tmp_path / "model.onnx", 40 * SOAK
     ortops.save_model(marked(0), path)
@@ -179,6 +180,7 @@ def interrupted_at(number: int, function: Callable[[], object]) -> bool:
 
 
 # One between the end of a block and that of its `with` leaves Python to close the file, loudly.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*unclosed file|Exception ignored in.*FileIO")
 def test_an_interrupt_at_any_line_is_an_interrupt(
     limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -231,6 +233,7 @@ def interrupt_many(limit: int, path: str, count: int) -> None:
     sys.stdout.write(json.dumps(outcomes))
 
 
+@pytest.mark.slow
 def test_interrupts_at_any_time_are_interrupts(limit: int, tmp_path: Path) -> None:
     with started(interrupt_many, limit, tmp_path / "model.onnx", 60 * SOAK) as process:
         outcomes = json.loads(process.communicate()[0])
@@ -271,6 +274,7 @@ def kill_at_each_call(limit: int, path: str) -> None:
     sys.stdout.write(json.dumps(outcomes))
 
 
+@pytest.mark.slow
 def test_what_killed_processes_leave_is_removed(limit: int, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     with started(kill_at_each_call, limit, path) as process:
@@ -424,6 +428,7 @@ def test_lower_writes_to_standard_output(
     assert mark_of(lowered) == 1
 
 
+@pytest.mark.slow
 def test_lower_into_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(marked(1), path)
@@ -581,6 +586,7 @@ def test_an_error_of_a_signal_handler_comes_out_as_it_is(
     assert not names_in(tmp_path)
 
 
+@pytest.mark.quick(22)
 @pytest.mark.parametrize("letter", ["n", "ü"])
 @pytest.mark.parametrize("size", [94, 101, 230, 245, 246, 247, 250, 255])
 def test_long_names(letter: str, size: int, limit: int, tmp_path: Path) -> None:

@@ -469,6 +469,7 @@ def drawn(seed: int, count: int) -> list[Draw]:
     ]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_model(kind: str) -> None:
     """With two methods, and with all if tests may take long."""
@@ -478,6 +479,7 @@ def test_each_kind_of_model(kind: str) -> None:
     assert not any(problems), "\n".join(filter(None, problems))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, DRAWS, 20))
 def test_any_combination(start: int) -> None:
     problems = [problem_of(draw) for draw in drawn(SEED, DRAWS)[start : start + 20]]

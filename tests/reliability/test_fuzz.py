@@ -67,6 +67,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.optional("pyarrow", "tables")
 def test_unchanged_files_are_read(files: Path) -> None:
     for kind, read in READERS.items():

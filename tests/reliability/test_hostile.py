@@ -194,6 +194,7 @@ def write(name: str, path: Path) -> bool:
     return isinstance(made, onnx.ModelProto) and bool(made.training_info)
 
 
+@pytest.mark.slow
 def test_hostile_models_do_no_harm(tmp_path: Path) -> None:
     names = list(REFUSED)
     for number, name in enumerate(names):
@@ -202,6 +203,7 @@ def test_hostile_models_do_no_harm(tmp_path: Path) -> None:
     assert not {names[int(number)]: wrong for number, wrong in found.items()}
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("name", REFUSED)
 def test_hostile_models_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -256,6 +258,7 @@ def short_file(data: Path, secret: Path) -> None:
     data.write_bytes(bytes(7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -420,6 +423,7 @@ def test_what_an_initialization_computes_is_taken(monkeypatch: pytest.MonkeyPatc
     assert session.steps_done == 1000
 
 
+@pytest.mark.slow
 def test_an_initialization_is_ended_in_the_midst_of_an_operator(tmp_path: Path) -> None:
     (tmp_path / "0.onnx").write_bytes(unending_operator().SerializeToString())
     assert not outcomes(tmp_path, ["0"])
@@ -452,6 +456,7 @@ def test_an_initialization_in_another_process_gives_the_same_values(
     np.testing.assert_allclose(session.state["w"], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_models_of_ours_are_initialized_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initialization, "run_in_child", None)
     for optimizer in (*ortops.optimizers.OPTIMIZERS, "SGD"):

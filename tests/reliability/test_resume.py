@@ -58,6 +58,7 @@ def test_a_kill_leaves_the_last_file_or_the_next(victim: str) -> None:
     assert run_code(code, timeout=60 + 10 * tries) == f"killed {tries}\n"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("victim", KINDS)
 def test_a_session_goes_on_from_the_file_of_any_step(victim: str, tmp_path: Path) -> None:
     kind = VICTIMS[victim]
@@ -74,6 +75,7 @@ def test_a_session_goes_on_from_the_file_of_any_step(victim: str, tmp_path: Path
         session.step(kind.batch(done))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "Adagrad", "Momentum"])
 def test_epochs_from_files_are_those_of_one_training(
