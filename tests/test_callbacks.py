@@ -133,19 +133,6 @@ def test_early_stopping_says_why() -> None:
     assert reason.endswith("for 1 epoch; the best value is not finite")
 
 
-@pytest.mark.parametrize(
-    ("name", "epoch"),
-    [
-        *((f"validation_{name}", 0) for name in ("accuracy", "f1", "auc", "mean_iou", "top_5")),
-        *((f"validation_{name}", 0) for name in ("precision", "recall", "r2", "f1_score")),
-        *((name, 2) for name in ("loss", "validation_loss", "validation_perplexity")),
-        *((f"validation_{name}", 2) for name in ("mean_absolute_error", "top_5_error")),
-    ],
-)
-def test_auto_tells_from_the_name_what_is_better(name: str, epoch: int) -> None:
-    assert stopped_after(EarlyStopping(1, name), name, [1, 2, 3])[0] == epoch
-
-
 def test_an_unknown_number_is_refused_with_those_that_there_are() -> None:
     session = affine_session()
     with pytest.raises(
@@ -696,7 +683,7 @@ def test_numbers_of_numpy_reach_all_files(tmp_path: Path) -> None:
         CSVLog(tmp_path / "log.csv"),
         adding,
         JSONLines(tmp_path / "log.jsonl", every=1),
-        EarlyStopping(9, "validation_narrow", restore_best=tmp_path / "best.onnx"),
+        EarlyStopping(9, "validation_narrow", mode="min", restore_best=tmp_path / "best.onnx"),
     ]
     metrics = [narrow, whole, undefined]
     options: dict[str, Any] = {"validation": data, "metrics": metrics, **QUIET}
@@ -986,13 +973,13 @@ def test_a_signal_ends_fit_with_a_checkpoint(
     file = tmp_path / "last.onnx"
     options: dict[str, Any] = {"epochs": 4, "resume": True, **QUIET}
     # The first epoch is the best of all for `restore_best`, which must not be gone back to yet.
-    early = EarlyStopping(50, "learning_rate", restore_best=True)
+    early = EarlyStopping(50, "learning_rate", mode="min", restore_best=True)
     with pytest.raises(raised):
         classifying().fit(data, callbacks=[Checkpoint(file, every=99), early, Signal()], **options)
     assert f"after step 8; call TrainingSession('{file}')" in caplog.text
     resumed = TrainingSession(file)
     assert resumed.steps_done == 8
-    callbacks = [Checkpoint(file), EarlyStopping(50, "learning_rate"), Callback()]
+    callbacks = [Checkpoint(file), EarlyStopping(50, "learning_rate", mode="min"), Callback()]
     resumed.fit(data, callbacks=callbacks, **options)
     whole = classifying()
     whole.fit(data, **options)

@@ -191,8 +191,9 @@ def test_wrong_arguments(given: Any, message: str) -> None:
 
 def test_a_metric_that_is_missing() -> None:
     session = TrainingSession(model())
+    plateau = ReduceLROnPlateau(monitor="validation_f1", mode="max")
     with pytest.raises(OrtopsError, match="has no metric 'validation_f1' to monitor"):
-        session.fit(DATA, callbacks=[ReduceLROnPlateau(monitor="validation_f1")], **arguments())
+        session.fit(DATA, callbacks=[plateau], **arguments())
 
 
 def test_a_damaged_state() -> None:

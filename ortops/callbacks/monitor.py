@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -26,9 +25,6 @@ __all__ = [
 
 Mode: TypeAlias = Literal["auto", "max", "min"]
 
-_UP = {"accuracy", "auc", "f1", "iou", "precision", "r2", "recall", "score", "top"}
-_DOWN = {"error", "loss"}
-
 
 class Monitor:
     """Finds the best epoch by a metric.
@@ -36,8 +32,8 @@ class Monitor:
     Args:
         who: The callback, for messages.
         name: The metric: ``loss``, ``validation_loss``, ``validation_<metric>``.
-        mode: Whether higher (``"max"``) or lower (``"min"``) is better; ``"auto"`` decides by the
-            name.
+        mode: Whether higher (``"max"``) or lower (``"min"``) is better; ``"auto"`` is the direction
+            of the metric, which `begin` looks up.
         minimum_change: The smallest change that counts as an improvement.
 
     Attributes:
@@ -52,8 +48,36 @@ class Monitor:
         choice(f"{who}: mode", mode, ("auto", "max", "min"))
         self.minimum_change = number(f"{who}: minimum_change", minimum_change, minimum=0)
         self.who = who
-        self.is_more_better = mode == "max" or (mode == "auto" and _is_more_better(name))
+        self._given = self.mode = mode
         self.forget()
+
+    def begin(self, record: Record) -> None:
+        """Finds out which direction is better in a call of fit, before its first step.
+
+        Raises:
+            ArgumentError: If that is not known, and there is no ``mode``.
+        """
+        known = record.directions
+        if self._given != "auto":
+            return
+        more = known.get(self.name, known.get(self.name.removeprefix("validation_")))
+        if more is None:
+            several = [name for name in known if name.startswith(f"{self.name}_")]
+            if self.name not in known and several:
+                raise ArgumentError(
+                    f"{self.who}: there are several '{self.name}': {', '.join(several)}; monitor "
+                    "one of them"
+                )
+            raise ArgumentError(
+                f"{self.who}: it is not known whether more or less of '{self.name}' is better; "
+                f"set mode='max' or mode='min' (fit computes {', '.join(known)})"
+            )
+        self.mode = "max" if more else "min"
+
+    @property
+    def is_more_better(self) -> bool:
+        """Whether higher is better."""
+        return self.mode == "max"
 
     def forget(self) -> None:
         """Resets the best value."""
@@ -134,11 +158,6 @@ class Monitor:
                 "(validation= and metrics= of fit add more)"
             )
         return float(values[self.name])
-
-
-def _is_more_better(name: str) -> bool:
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    return bool(words & _UP) and not words & _DOWN
 
 
 def begins_anew(record: Record) -> bool:

@@ -50,7 +50,7 @@ class ReduceLROnPlateau(Callback):
         best: The best value so far, or None.
 
     Raises:
-        ArgumentError: If an argument is invalid.
+        ArgumentError: If an argument is invalid; in fit, if it is not known what is better.
         OrtopsError: In fit, if an epoch does not have the metric, or the training has no learning
             rate.
 
@@ -109,6 +109,7 @@ class ReduceLROnPlateau(Callback):
             OrtopsError: If the training has no learning rate.
         """
         _ = session.learning_rate
+        self._monitor.begin(record)
         if begins_anew(record):
             self._forget()
 

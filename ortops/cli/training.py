@@ -458,11 +458,12 @@ def _literal(path: str) -> str:
 def _callbacks(options: argparse.Namespace, validated: bool) -> list[Any]:
     """Returns the callbacks for the given options."""
     monitor = options.monitor or ("validation_loss" if validated else "loss")
+    mode: Any = options.mode or "auto"
     found: list[Any] = []
     if options.early_stopping is not None:
-        found.append(callbacks.EarlyStopping(patience=options.early_stopping, monitor=monitor))
+        found.append(callbacks.EarlyStopping(options.early_stopping, monitor, mode=mode))
     if options.best:
-        found.append(callbacks.BestModel(options.best, monitor=monitor))
+        found.append(callbacks.BestModel(options.best, monitor, mode=mode))
     if options.log:
         suffix = Path(options.log).suffix
         kinds = {".csv": callbacks.CSVLog, ".jsonl": callbacks.JSONLines}

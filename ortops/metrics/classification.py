@@ -48,6 +48,8 @@ class Accuracy(Mean):
         0.6667
     """
 
+    higher_is_better = True
+
     _: KW_ONLY
     threshold: float | None = None
 
@@ -86,6 +88,8 @@ class TopK(Mean):
         >>> top.result()
         0.5
     """
+
+    higher_is_better = True
 
     k: int = 5
 
@@ -131,6 +135,8 @@ class PerClass(StreamingMetric):
         positive: The positive class of ``"binary"``: 1, or 0 for the negative answer.
         threshold: The threshold of positive predictions; by default that of ``kind``.
     """
+
+    higher_is_better = True
 
     _: KW_ONLY
     average: str | None = None

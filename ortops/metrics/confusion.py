@@ -52,6 +52,8 @@ class ConfusionMatrix(StreamingMetric):
         0.6667
     """
 
+    higher_is_better = True
+
     names: Sequence[str] | None = None
     _shown_in: ConfusionMatrix | None = field(default=None, init=False, repr=False, compare=False)
 

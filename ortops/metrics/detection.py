@@ -63,6 +63,8 @@ class MeanAveragePrecision(StreamingMetric):
         array([1. , 0.7])
     """
 
+    higher_is_better = True
+
     _: KW_ONLY
     box_format: str | None = None
     layout: str = "predictions"

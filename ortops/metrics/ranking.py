@@ -51,6 +51,8 @@ class AUC(StreamingMetric):
         statistic.
     """
 
+    higher_is_better = True
+
     _: KW_ONLY
     average: str = "macro"
     bins: int | None = None
@@ -152,6 +154,8 @@ class NDCG(Mean):
         Järvelin and Kekäläinen, 2002 (doi:10.1145/582415.582418); the same as
         sklearn.metrics.ndcg_score.
     """
+
+    higher_is_better = True
 
     k: int | None = None
 

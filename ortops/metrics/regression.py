@@ -23,6 +23,8 @@ class MeanAbsoluteError(Mean):
         0.5
     """
 
+    higher_is_better = False
+
     def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
         check_same_shape(self, outputs, targets)
@@ -86,6 +88,8 @@ class R2(StreamingMetric):
     Source:
         Chan, Golub and LeVeque, 1983 (doi:10.1080/00031305.1983.10483115), for adding batches.
     """
+
+    higher_is_better = True
 
     def reset(self) -> None:
         """See `StreamingMetric`."""

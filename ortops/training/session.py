@@ -24,6 +24,7 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.files.external import LightModel
 from ortops.losses import LossLike
 from ortops.metrics import Metric, StreamingMetric
+from ortops.metrics.metric import direction
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.other_names import ARGUMENTS_OF_DATA, ARGUMENTS_OF_FIT, explains_arguments
 from ortops.passes.rematerialization import Checkpoint
@@ -636,8 +637,14 @@ class TrainingSession:
         """Returns the names of the loss and, if there are several, of its summands."""
         return self._loaded.loss_names()
 
-    def target(self, metrics: Mapping[str, StreamingMetric]) -> str:
-        """Returns the input that the first of some metrics compares outputs with.
+    def directions(self, metrics: Mapping[str, StreamingMetric]) -> dict[str, bool | None]:
+        """Returns the results of metrics by name, each with whether higher is better.
+
+        Args:
+            metrics: Metrics by name.
+
+        Returns:
+            True or False; None if it is not known.
 
         Raises:
             OrtopsError: If it is not known what a metric compares.
@@ -645,10 +652,11 @@ class TrainingSession:
         Example:
             >>> from models import line
             >>> from ortops.metrics import resolve
-            >>> line.session().target(resolve(["mean_absolute_error"]))
-            'targets'
+            >>> line.session().directions(resolve(["mean_absolute_error", "r2"]))
+            {'mean_absolute_error': False, 'r2': True}
         """
-        return next(iter(self._evaluator.bind(metrics).values())).note.target
+        bound = self._evaluator.bind(metrics)
+        return {name: direction(each.metric) for name, each in bound.items()}
 
     def training_metrics(self, metrics: Mapping[str, StreamingMetric]) -> TrainingMetrics:
         """Returns metrics that read the outputs of training steps; `fit` uses them.
