@@ -645,6 +645,7 @@ def _described(prediction: losses.Prediction) -> dict[str, object]:
         shifted=prediction.shifted,
         bounded=prediction.bounded,
         sample_weight=prediction.sample_weight or "",
+        form=prediction.form,
         **prediction.shared,
     )
     always = [each.name for each in fields(PredictionNote)][:6]

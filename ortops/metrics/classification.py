@@ -49,6 +49,7 @@ class Accuracy(Mean):
     """
 
     higher_is_better = True
+    fits = frozenset(("labels", "answers"))
 
     _: KW_ONLY
     threshold: float | None = None
@@ -90,6 +91,7 @@ class TopK(Mean):
     """
 
     higher_is_better = True
+    fits = frozenset(("labels",))
 
     k: int = 5
 
@@ -137,6 +139,7 @@ class PerClass(StreamingMetric):
     """
 
     higher_is_better = True
+    fits = frozenset(("labels", "answers"))
 
     _: KW_ONLY
     average: str | None = None

@@ -53,6 +53,7 @@ class ConfusionMatrix(StreamingMetric):
     """
 
     higher_is_better = True
+    fits = frozenset(("labels", "answers"))
 
     names: Sequence[str] | None = None
     _shown_in: ConfusionMatrix | None = field(default=None, init=False, repr=False, compare=False)

@@ -64,6 +64,7 @@ class MeanAveragePrecision(StreamingMetric):
     """
 
     higher_is_better = True
+    fits = frozenset(("boxes",))
 
     _: KW_ONLY
     box_format: str | None = None

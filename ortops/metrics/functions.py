@@ -188,6 +188,14 @@ class Function(StreamingMetric):
         return str(getattr(function, "__name__", type(function).__name__))
 
     @property
+    def fits(self) -> frozenset[str] | None:  # type: ignore[override]
+        """See `StreamingMetric`; functions of users fit anything."""
+        whole, module = _whole(self.function), _module(self.function)
+        if whole is accuracy or module.startswith("sklearn.metrics._"):
+            return MeanAbsoluteError.fits if module.endswith("._regression") else Accuracy.fits
+        return MeanAbsoluteError.fits if whole is mean_absolute_error else None
+
+    @property
     def takes_weights(self) -> bool:
         """Whether the function has a parameter ``sample_weight``."""
         return "sample_weight" in self._parameters

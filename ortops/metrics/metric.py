@@ -53,8 +53,9 @@ class StreamingMetric:
     Arguments that are None are taken from the loss: a session fills them in, in a copy.
 
     Args:
-        output: The tensor of the model to evaluate, an output or not; by default that of the loss,
-            or of the first summand of the loss that has a target.
+        output: The tensor of the model to evaluate, an output or not; by default that of the loss.
+            Of a sum of losses, it is each one that the metric fits, and if these are several, the
+            results are called ``<name>_<output>``.
         target: The input of the loss, or of the model, to compare with; by default the target of
             the loss of that output.
         name: The name in results; by default the class name in snake_case, followed by ``output``
@@ -89,6 +90,11 @@ class StreamingMetric:
 
     shared: ClassVar[frozenset[str]] = frozenset()
     """Further arguments that the loss fills in if they are None."""
+
+    fits: ClassVar[frozenset[str] | None] = None
+    """What it compares, of ``"labels"`` (class numbers), ``"answers"`` (0 and 1), ``"numbers"``,
+    ``"boxes"`` and ``"sequences"``; None for anything. Of a sum of losses, it measures each
+    prediction that it fits."""
 
     def __post_init__(self) -> None:
         """Checks the arguments and resets the state."""

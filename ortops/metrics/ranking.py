@@ -52,6 +52,7 @@ class AUC(StreamingMetric):
     """
 
     higher_is_better = True
+    fits = frozenset(("labels", "answers"))
 
     _: KW_ONLY
     average: str = "macro"
@@ -156,6 +157,7 @@ class NDCG(Mean):
     """
 
     higher_is_better = True
+    fits = frozenset(("numbers", "answers"))
 
     k: int | None = None
 

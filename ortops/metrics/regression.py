@@ -24,6 +24,7 @@ class MeanAbsoluteError(Mean):
     """
 
     higher_is_better = False
+    fits = frozenset(("numbers",))
 
     def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
@@ -90,6 +91,7 @@ class R2(StreamingMetric):
     """
 
     higher_is_better = True
+    fits = frozenset(("numbers",))
 
     def reset(self) -> None:
         """See `StreamingMetric`."""

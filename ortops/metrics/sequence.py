@@ -37,6 +37,7 @@ class Perplexity(Mean):
     """
 
     higher_is_better = False
+    fits = frozenset(("labels",))
 
     def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
@@ -83,6 +84,7 @@ class EditDistance(StreamingMetric):
     """
 
     higher_is_better = False
+    fits = frozenset(("sequences",))
 
     _: KW_ONLY
     blank: int | None = None
