@@ -50,7 +50,7 @@ NAMES = sorted(ERRORS | GAINS)
 class Rate:
     """A session that has nothing but a learning rate."""
 
-    learning_rate = 1.0
+    peak_learning_rate = 1.0
 
 
 def history(callback: Callback, name: str, directions: dict[str, Any]) -> bool:
@@ -62,7 +62,7 @@ def history(callback: Callback, name: str, directions: dict[str, Any]) -> bool:
         record = Record(epoch, 9, 1, 1, epoch, done[-1], 1, 0.0, done, directions=directions)
         callback.on_epoch(record, session)
     if isinstance(callback, ReduceLROnPlateau):
-        return session.learning_rate == 1.0
+        return session.peak_learning_rate == 1.0
     assert isinstance(callback, EarlyStopping | BestModel)
     return callback.best == 3.0 and not record.stopped
 

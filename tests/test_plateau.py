@@ -27,7 +27,7 @@ class Rate:
     """A session that has nothing but a learning rate."""
 
     def __init__(self, rate: float) -> None:
-        self.learning_rate = rate
+        self.peak_learning_rate = rate
 
 
 def record(epoch: int, value: float, name: str = "loss") -> Record:
@@ -80,7 +80,9 @@ def test_the_rates_of_torch(settings: Any, mode: Any, seed: int) -> None:
     for epoch, value in enumerate(values(seed), 1):
         scheduler.step(value)
         plateau.on_epoch(record(epoch, value), session)  # type: ignore[arg-type]
-        assert session.learning_rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        assert session.peak_learning_rate == pytest.approx(
+            optimizer.param_groups[0]["lr"], rel=1e-9
+        )
 
 
 def arguments(**more: Any) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def _described(session: TrainingSession) -> dict[str, object]:
     if position is not None:
         found = dataclasses.asdict(position.epoch_state.call)
     if metadata.learning_rate in session.state:
-        found["learning_rate"] = session.learning_rate
+        found["learning_rate"] = session.peak_learning_rate
     for name in ("schedule", "clipping", "averaging"):
         found[name] = getattr(metadata, name)
     return {name: value for name, value in found.items() if value not in ("", None)}

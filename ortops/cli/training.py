@@ -91,7 +91,7 @@ def train(options: argparse.Namespace) -> int:
         write_metadata(model.proto, OPTIONS_KEY, json.dumps(_given(options)))
     session = TrainingSession(model, providers=options.providers)
     if trainable and not resumes and options.learning_rate is not None:
-        session.learning_rate = _number(options)
+        session.peak_learning_rate = _number(options)
     before = session.steps_done
     _fit(session, training, validation, options, save, resumes=resumes)
     if resumes and session.steps_done == before:

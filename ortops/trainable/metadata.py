@@ -211,7 +211,7 @@ class TrainingMetadata:
         if self.schedule:
             raise OrtopsError(
                 f"schedule: the model has the schedule {self.schedule} already; set "
-                "session.learning_rate to rescale it, or build the model with a number as "
+                "session.peak_learning_rate to rescale it, or build the model with a number as "
                 "learning rate"
             )
 

@@ -444,6 +444,20 @@ class Evaluator:
             found[name] = Measured(binding.begin(kinds), binding.note, output)
         return TrainingMetrics(found)
 
+    def scheduled(self, peak: float) -> float:
+        """Returns the learning rate of the next step for a peak: the same without a schedule.
+
+        Raises:
+            OrtopsError: If the schedule has no number of steps yet.
+        """
+        loaded, name = self._loaded, self._loaded.metadata.scheduled_learning_rate
+        if not name:
+            return peak
+        loaded.check_schedule("learning_rate")
+        evaluation = self._evaluation((name,), loss=False)
+        peaks = dict.fromkeys(loaded.learning_rates(), np.array(peak, np.float32))
+        return number_of(self._run(evaluation, peaks, ema=False)[evaluation.tensors[name]])
+
     def row_axis(self, name: str) -> int:
         """Returns the axis of a tensor of the model along which `predict` joins batches.
 

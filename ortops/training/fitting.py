@@ -64,6 +64,7 @@ class Trainer(Protocol):
     """The interface of a session that the loop uses."""
 
     learning_rate: float
+    peak_learning_rate: float
     resume_state: ResumeState
 
     @property

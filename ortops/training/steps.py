@@ -179,22 +179,6 @@ class Steps:
         """
         self._update(gradients)
 
-    def _check_schedule(self) -> None:
-        """Raises an error if the schedule has no number of steps.
-
-        Raises:
-            OrtopsError: If `fit` has not set it.
-        """
-        execution = self._loaded.execution
-        for metadata in self._loaded.metadata_of_entries:
-            name = metadata.schedule_steps
-            if name and name in execution.variables and not int(execution.present(name)) > 0:
-                raise OrtopsError(
-                    f"step: the schedule {metadata.schedule} has no number of steps; fit sets it "
-                    f"to those of the training. Or set session.state['{name}'], or build the model "
-                    "with steps= of the schedule"
-                )
-
     @changes("step")
     def _reduced_step(
         self,
@@ -216,7 +200,7 @@ class Steps:
         note: Callable[[Mapping[str, Array]], object] | None = None,
     ) -> dict[str, Array]:
         execution, declared = self._loaded.execution, self._loaded.declared
-        self._check_schedule()
+        self._loaded.check_schedule("step")
         numbers = self._loaded.without_strings(feeds)
         if not declared.pending:
             return execution.step(numbers, outputs, note)
@@ -233,7 +217,7 @@ class Steps:
 
     @changes("run_steps")
     def _several_steps(self, feeds: Mapping[str, Array], count: int) -> Array:
-        self._check_schedule()
+        self._loaded.check_schedule("step")
         return self._loaded.execution.steps(feeds, count)
 
     def run_steps(self, batches: Iterable[Feeds]) -> Array:
@@ -335,7 +319,7 @@ class Steps:
     def _update(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
         """Applies gradients; see `apply`."""
         execution, state = self._loaded.execution, self._loaded.state
-        self._check_schedule()
+        self._loaded.check_schedule("step")
         split = execution.split_step()
         arrays = check_gradients(gradients, split.layout)
         carried: dict[str, Array] = {}

@@ -132,6 +132,15 @@ class Turns:
         next(iter(self._sessions.values())).learning_rate = rate
 
     @property
+    def peak_learning_rate(self) -> float:
+        """That of its schedule, or the learning rate."""
+        return next(iter(self._sessions.values())).peak_learning_rate
+
+    @peak_learning_rate.setter
+    def peak_learning_rate(self, rate: float) -> None:
+        next(iter(self._sessions.values())).peak_learning_rate = rate
+
+    @property
     def steps_done(self) -> int:
         """The number of finished steps of all entries that have turns."""
         return sum(each.steps_done for each in self._sessions.values())
