@@ -103,12 +103,14 @@ class Usage:
     Attributes:
         operation: The public method that holds the lock; "" if none does.
         assigned: The number of calls of `assign`.
+        weights: The number of those that set weights which are trained.
         on_assign: A function that is called with the values that `assign` has set.
         constants: The weights that are not trained and were set: inputs of a step, like variables.
     """
 
     operation: str = ""
     assigned: int = 0
+    weights: int = 0
     on_assign: Callable[[Mapping[str, Array]], object] | None = None
     constants: list[str] = dataclasses.field(default_factory=list)
 
@@ -413,6 +415,7 @@ class LoadedModel:
 
     def _assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
         self.usage.assigned += 1  # first: `saved_in` never names a file with other values
+        self.usage.weights += not arrays.keys().isdisjoint(self.trained().values())
         self.execution.assign(arrays, steps_made=steps_made)
         if self.usage.on_assign is not None:
             self.usage.on_assign(arrays)
@@ -446,11 +449,13 @@ class LoadedModel:
             (0, [])
         """
         before, made = dict(self.state), self.execution.steps_made
+        weights = self.usage.weights
         position = self.resume_state.position
         try:
             yield
         finally:
             self.assign(before, steps_made=made)
+            self.usage.weights = weights
             self.resume_state.set(position)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ from ortops.errors import ArgumentError, FeedError, OrtopsError, did_you_mean
 from ortops.trainable.metadata import LossPart
 from ortops.training.data import Feeds, rows
 from ortops.training.fitting import StepStrategy
-from ortops.training.gradients import Gradients, check_gradients, collect, numbers_of
+from ortops.training.gradients import Gradients, Origin, check_gradients, collect, numbers_of
 from ortops.training.loaded_model import LoadedModel, changes
 from ortops.uninterrupted import finished_at_exit
 
@@ -111,9 +112,9 @@ class Steps:
         Args:
             feeds: A batch, as for `step`.
             outputs: The names of the outputs to compute in addition to the loss; all by default.
-            after: The gradients of the previous part, if the parts of a batch are to be applied
-                together (see `ortops.training.gradients.Accumulation`). Running statistics continue
-                from there, and Dropout draws other numbers.
+            after: The gradients of earlier parts, if the parts of a batch are to be applied
+                together. The result is the sum, as ``after + gradients(feeds)`` is, but Dropout
+                draws other numbers for each part.
             entry: The training_info entry, as for `step`; needed if there are several.
 
         Returns:
@@ -123,7 +124,9 @@ class Steps:
         Raises:
             FeedError: If the feeds do not fit.
             KernelError: If a kernel failed.
-            OrtopsError: If there is no such output.
+            ArgumentError: If ``after`` is of another entry or other weights.
+            OrtopsError: If there is no such output, or the gradients of parts do not add up (see
+                `ortops.training.gradients.Gradients`).
             UnsupportedError: If the training algorithm updates variables without a Gradient node,
                 or a step runs several training_info entries and ``entry`` is missing.
 
@@ -136,11 +139,16 @@ class Steps:
             >>> session.apply(gradients)
             >>> session.state["w"], session.steps_done
             (array([[0.5]], dtype=float32), 1)
+            >>> first = session.gradients(line.BATCH)
+            >>> session.apply(session.gradients(line.BATCH, after=first))  # a step with both
+            >>> session.state["w"], session.steps_done
+            (array([[0.75]], dtype=float32), 2)
         """
         self._check_outputs(outputs)
         if after is not None and not isinstance(after, Gradients):
             raise ArgumentError(f"after must be a result of `gradients`, got {after!r:.80}")
-        return self._gradients(self._loaded.inputs.check(feeds), outputs, after)
+        found = self._gradients(self._loaded.inputs.check(feeds), outputs, after)
+        return found if after is None else after + found
 
     @changes("gradients")
     def _gradients(
@@ -312,8 +320,19 @@ class Steps:
             f"the batch updates the running statistic '{moved}', as in BatchNormalization, where "
             "the loss of a row depends on other rows"
         )
+        usage = loaded.usage
+        origin = Origin(
+            loaded.names[loaded.entries[0]],
+            (os.getpid(), id(usage)),
+            (loaded.execution.steps_made, usage.weights),
+            frozenset({int.from_bytes(os.urandom(8), "little")}),
+        )
         return collect(
-            found, step.loss, parts, rows(feeds), shown=chosen, couples=couples, part=part
+            *(found, step.loss, parts, rows(feeds)),
+            shown=chosen,
+            couples=couples,
+            part=part,
+            origin=origin,
         )
 
     def _update(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
