@@ -710,7 +710,7 @@ def test_gradients_that_cannot_be_added() -> None:
 
 
 def test_gradients_of_two_entries_cannot_be_added() -> None:
-    model = build(classifier(), optimizer="SGD")
+    model = build(classifier(), optimizer="SGD", trainable=["w2"])
     both = ortops.add_training(model, name="second", loss="SoftmaxCrossEntropy", optimizer="SGD")
     session = TrainingSession(both)
     _, (one, two) = parts_of([3, 8])

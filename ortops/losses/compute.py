@@ -55,8 +55,9 @@ class Prediction:
         bounded: Whether the loss reads logits that a function with bounded values, such as an
             unknown form of Sigmoid, may have computed.
         sample_weight: The input with the weights of rows, if any.
-        form: ``"numbers"`` if the loss compares numbers, whatever their kind is, ``"other"`` if
-            targets that are no labels have another rank; else "".
+        form: ``"numbers"`` if the loss compares numbers, whatever their kind is,
+            ``"probabilities"`` if targets are those of classes, ``"other"`` if targets that are no
+            labels have another rank; else "".
     """
 
     tensor: Tensor
@@ -215,7 +216,8 @@ class _Scene:
             shared = {name: getattr(loss, name) for name in loss.shared}
             # The loss is stored, so its id stays unique.
             bounded = reads == "logits" and found is None and may_be_bounded(given.value)
-            form = "numbers" if reads == "values" != kind else ""
+            form = "probabilities" if getattr(loss, "probabilities", False) is True else ""
+            form = form or "numbers" * (reads == "values" != kind)
             looked_at = replace(looked_at, shared=shared, bounded=bounded, form=form)
             looked_at = replace(looked_at, sample_weight=loss.sample_weight)
             self.predictions[id(loss)] = (loss, looked_at)

@@ -125,13 +125,15 @@ class PredictionNote:
         """
         if self.box_format or self.blank is not None:
             return "boxes" if self.box_format else "sequences"
-        if dtype is not None and dtype.kind in "iu":
+        if self.form == "probabilities" or (dtype is not None and dtype.kind in "iu"):
             return "labels"
         is_numbers = self.kind in ("values", "log_probabilities")
         return self.form or ("numbers" if is_numbers else "answers")
 
     def targets_of(self, labels: Array) -> Array:
         """Returns what the positions of the tensor are compared with, given an input."""
+        if self.form == "probabilities":
+            return np.asarray(labels.argmax(1 if self.axis is None else self.axis))
         if not self.shifted:
             return labels
         last = np.full_like(labels[:, :1], self.ignored)

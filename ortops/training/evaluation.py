@@ -163,6 +163,7 @@ def bind_metric(
     known, target = tensor == note.tensor, metric.target or note.target
     if target != note.target:
         note = replace(note, ignored=None, shifted=False, target_lengths="", sample_weight="")
+        note = replace(note, form="")
     added = [name for name in inputs if name not in own]
     if not target:
         targets = {each.target for each in (first, *metadata.predictions)} - {""}
