@@ -38,6 +38,7 @@ from ortops.callbacks import (
     TensorBoard,
     find_learning_rate,
 )
+from ortops.callbacks.monitor import is_line_due
 from ortops.optimizers import SGD, Adam
 from ortops.schedules import Schedule
 from ortops.training.history import History
@@ -623,6 +624,55 @@ def test_json_lines_have_steps_and_epochs(tmp_path: Path) -> None:
     found = [line["loss"] for line in lines if line["event"] == "step"]
     assert found == [losses[1], losses[3], losses[6], losses[8]]
     assert [line["loss"] for line in lines if line["event"] == "epoch"] == history.columns["loss"]
+
+
+@pytest.mark.parametrize(
+    ("every", "accumulate", "batches", "lines"),
+    [
+        (10, 8, 43, [16, 32, 43]),  # 11 batches after the one at 32
+        (10, 8, 41, [16, 32]),
+        (10, 1, 25, [10, 20]),
+        (3, 3, 9, [3, 6, 9]),
+        (2, 3, 7, [3, 6]),
+        (1, 3, 7, [3, 6, 7]),
+        (4, 3, 13, [6, 12]),
+    ],
+)
+def test_lines_of_steps_that_accumulate(
+    every: int, accumulate: int, batches: int, lines: list[int], tmp_path: Path
+) -> None:
+    """Also those of a resumed training."""
+
+    class Told(Callback):
+        def __init__(self) -> None:
+            self.found: list[tuple[int, int]] = []
+
+        def on_step(self, record: Record, session: Any) -> None:
+            place = record.epoch, record.batch
+            if is_line_due(record, every) and place not in self.found:
+                self.found.append(place)
+
+    data = affine_batch(batches)
+    told, session = Told(), affine_session()
+    log, file = JSONLines(tmp_path / "log.jsonl", every=every), tmp_path / "last.onnx"
+    options: dict[str, Any] = {"epochs": 2, "accumulate": accumulate, **QUIET, "batch_size": 1}
+    session.fit(data, callbacks=[told, log], **options)
+    found = [json.loads(line) for line in log.path.read_text().splitlines()]
+    expected = [(epoch, batch) for epoch in (1, 2) for batch in lines]
+    assert [(e["epoch"], e["batch"]) for e in found if e["event"] == "step"] == expected
+    assert told.found == expected
+    resumed = JSONLines(tmp_path / "resumed.jsonl", every=every)
+    stop = -(-batches // accumulate) // 2 + 1
+    with pytest.raises(InterruptedFitError):
+        affine_session().fit(
+            data,
+            callbacks=[resumed, Checkpoint(file, every=1), Breaking(stop, last=True)],
+            **options,
+        )
+    again = JSONLines(tmp_path / "resumed.jsonl", every=every)
+    TrainingSession(file).fit(data, callbacks=[again, Checkpoint(file)], resume=True, **options)
+    steps = [json.loads(line) for line in again.path.read_text().splitlines()]
+    assert [(e["epoch"], e["batch"]) for e in steps if e["event"] == "step"] == expected
 
 
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "Monitor",
     "begins_anew",
     "check_path",
+    "is_line_due",
     "path_of",
     "remembered",
 ]
@@ -163,6 +164,16 @@ class Monitor:
 def begins_anew(record: Record) -> bool:
     """Whether fit starts at its first batch, rather than being resumed."""
     return not record.history and not record.batch
+
+
+def is_line_due(record: Record, every: int) -> bool:
+    """Whether a number of batches of the epoch have passed since the last line of a step.
+
+    Lines follow from the batches alone, so a resumed fit writes the same ones.
+    """
+    between = -(-every // record.accumulate) * record.accumulate
+    last = (record.batch - 1) // between * between
+    return record.batch - last >= every
 
 
 def remembered(

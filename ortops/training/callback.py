@@ -32,6 +32,7 @@ class Record:
             resumed training finishes the epoch, whose entry then replaces this one.
         interrupted: ``"SIGINT"``, ``"SIGTERM"`` or ``"SIGHUP"`` in `Callback.on_end`, if a signal
             ended training; else "".
+        accumulate: The number of batches of a step, as given to `fit`.
         directions: For the numbers that `fit` itself puts into the history, losses and metrics,
             whether higher is better; None if that is not known.
         stopped: The reason given to `stop`, if it was called.
@@ -60,6 +61,7 @@ class Record:
     history: History
     interrupted: str = ""
     cut: bool = False
+    accumulate: int = 1
     directions: Mapping[str, bool | None] = field(
         default_factory=lambda: {"loss": False, "validation_loss": False}
     )

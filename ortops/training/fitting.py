@@ -965,6 +965,7 @@ class _Loop:
             history=self.results() if epoch_state.cut else self.history,
             interrupted=self.interruption.name,
             cut=self._cut,
+            accumulate=epoch_state.call.accumulate,
             directions=self.directions,
         )
 
