@@ -616,6 +616,65 @@ def test_parts_go_on_from_running_statistics() -> None:
         np.testing.assert_array_equal(session.state[name], stepped.state[name])
 
 
+# ---------------------------------------------------------------------------------- float16
+
+
+def scaled(end: str = "") -> TrainingSession:
+    """Of a convolution in float16 with w [1, 1, 1], or its root."""
+    with Tape(name="scaled") as tape:
+        x = tape.input("x", np.float16, ["batch", 1, 2])
+        y = op.Conv(x, tape.initializer("w", np.ones((1, 1, 1), np.float16)))
+        tape.output(op.Sqrt(y) if end == "Sqrt" else y, "y")
+    loss = MeanSquaredError(reduction="sum")
+    return TrainingSession(build(tape.model(), loss=loss, optimizer="SGD"))
+
+
+@pytest.mark.parametrize("size", [0.01, 2.0, 30.0, 100.0])
+def test_gradients_of_float16_do_not_overflow(size: float) -> None:
+    session = scaled()
+    x = (size * np.random.default_rng(0).normal(size=(4, 1, 2))).astype(np.float16)
+    feeds = {"x": x, "targets": np.zeros((4, 1, 2), np.float32)}
+    before = dict(session.state)
+    found = session.gradients(feeds)
+    expected = 2 * np.square(x.astype(np.float64)).sum()
+    np.testing.assert_allclose(found["w"].item(), expected, rtol=5e-3)
+    assert found.overflowed == (size > 1)
+    assert_same_arrays(dict(session.state), before)
+    both = session.gradients(feeds, after=found)
+    np.testing.assert_allclose(both["w"].item(), 2 * expected, rtol=5e-3)
+    session.apply({"w": found["w"]})
+    assert session.steps_done == 1
+    moved = session.state["w.master"] - before["w.master"]
+    np.testing.assert_allclose(moved.item(), -0.01 * expected, rtol=5e-3, atol=1e-7)
+
+
+def test_an_update_is_still_skipped() -> None:
+    """As in `step`, which lowers the loss scale; so gradients need no second run later."""
+    session = scaled()
+    shape = (4, 1, 2)
+    feeds = {"x": np.full(shape, 30, np.float16), "targets": np.zeros(shape, np.float32)}
+    scale = float(session.state["loss_scale"])
+    session.step(feeds)
+    assert (session.steps_done, session.state["loss_scale"]) == (0, scale / 2)
+    session.fit([feeds] * 2, accumulate=2, progress=False)
+    assert (session.steps_done, session.state["loss_scale"]) == (0, scale / 4)
+    small = {**feeds, "x": np.full(shape, 0.01, np.float16)}
+    session.apply(session.gradients(small, after=session.gradients(feeds)))
+    assert (session.steps_done, session.state["loss_scale"]) == (0, scale / 8)
+
+
+def test_gradients_that_are_infinite_at_each_loss_scale() -> None:
+    feeds = {"x": np.zeros((4, 1, 2), np.float16), "targets": np.ones((4, 1, 2), np.float32)}
+    with pytest.raises(OrtopsError) as raised:
+        scaled("Sqrt").gradients(feeds)
+    assert str(raised.value) == (
+        "gradients: that of 'w' is not finite at any loss scale, though the loss is 8; look for "
+        "roots, logarithms and divisions at 0, or convert the model to float32"
+    )
+    feeds["x"][0, 0, 0] = np.nan
+    assert np.isnan(scaled().gradients(feeds).loss)
+
+
 # ------------------------------------------------------------------------------------- sums
 
 

@@ -104,6 +104,9 @@ class Gradients(Mapping[str, Array]):
             and other values of the batch that the update reads.
         part: The number of earlier parts of the same batch (see
             `ortops.TrainingSession.gradients`).
+        overflowed: Whether they overflow in float16 at the present loss scale, and were computed
+            with a lower one. `apply` skips the update and lowers the scale, as `step` does; a dict
+            of them is applied.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class Gradients(Mapping[str, Array]):
         self.summands = list(summands)
         self.count = next((s.count for s in self.summands if not s.is_sum), 1.0)
         self.part = part
+        self.overflowed = False
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._arrays:
@@ -326,6 +330,7 @@ class Accumulation:
         ]
         total.outputs, total.statistics = gradients.outputs, gradients.statistics
         total.part = gradients.part
+        total.overflowed |= gradients.overflowed
         total.loss = math.nan
 
     def reduce(self, sum_over: Callable[[Array], object], more: Array) -> Array:

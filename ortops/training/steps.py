@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -25,6 +26,8 @@ Array: TypeAlias = npt.NDArray[Any]
 
 _AT_ONCE = 64  # steps in a run
 _BETWEEN_PARTS = 0x5851F42D
+_LOWER = 8.0  # by what a loss scale is divided if gradients overflow, and the smallest one
+_LEAST_SCALE = 2.0**-24
 
 
 class Steps:
@@ -107,7 +110,9 @@ class Steps:
     ) -> Gradients:
         """Computes the gradients of a batch in training mode, and changes nothing.
 
-        ``apply(gradients(feeds))`` gives the same bits as ``step(feeds)``.
+        ``apply(gradients(feeds))`` gives the same bits as ``step(feeds)``. Gradients that overflow
+        in float16 at the present loss scale are computed with a lower one (see
+        `ortops.training.gradients.Gradients`).
 
         Args:
             feeds: A batch, as for `step`.
@@ -147,8 +152,39 @@ class Steps:
         self._check_outputs(outputs)
         if after is not None and not isinstance(after, Gradients):
             raise ArgumentError(f"after must be a result of `gradients`, got {after!r:.80}")
-        found = self._gradients(self._loaded.inputs.check(feeds), outputs, after)
+        checked = self._loaded.inputs.check(feeds)
+        found = self._gradients(checked, outputs, after)
+        if self._loaded.steps[0].scale:
+            found = self._in_range(found, checked, outputs, after)
         return found if after is None else after + found
+
+    def _in_range(
+        self,
+        found: Gradients,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        after: Gradients | None,
+    ) -> Gradients:
+        """Returns gradients that overflowed in float16 as a lower loss scale gives them.
+
+        Raises:
+            OrtopsError: If there is none.
+        """
+        scale = float(self._loaded.execution.present(self._loaded.steps[0].scale))
+        while not all(np.isfinite(flat).all() for flat in found.flat):
+            if not math.isfinite(found.loss):  # the loss says it
+                return found
+            scale /= _LOWER
+            if scale < _LEAST_SCALE:
+                wrong = next(n for n, array in found.items() if not np.isfinite(array).all())
+                raise OrtopsError(
+                    f"gradients: that of '{wrong}' is not finite at any loss scale, though the "
+                    f"loss is {found.loss:g}; look for roots, logarithms and divisions at 0, or "
+                    "convert the model to float32"
+                )
+            found = self._gradients(feeds, outputs, after, scale)
+            found.overflowed = True
+        return found
 
     @changes("gradients")
     def _gradients(
@@ -156,8 +192,9 @@ class Steps:
         feeds: Mapping[str, Array],
         outputs: Sequence[str] | None,
         after: Gradients | None,
+        scale: float | None = None,
     ) -> Gradients:
-        return self._differentiate(feeds, outputs, after)
+        return self._differentiate(feeds, outputs, after, scale)
 
     @changes("apply")
     def apply(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
@@ -290,17 +327,26 @@ class Steps:
         return StepStrategy(self._step, self._gradients, counts, show=self.show, entry=entry)
 
     def _differentiate(
-        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None, after: Gradients | None
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        after: Gradients | None,
+        scale: float | None = None,
     ) -> Gradients:
-        """Computes the gradients of a checked batch; see `gradients`."""
+        """Computes the gradients of a checked batch; see `gradients`.
+
+        Those that overflow in float16 are infinite, unless a lower loss scale is given.
+        """
         loaded, state = self._loaded, self._loaded.state
         (step, *others), metadata = loaded.steps, loaded.metadata
         instead: dict[str, Array] = {}
         part = 0
+        if scale is not None:
+            instead[step.scale] = np.asarray(scale, loaded.execution.present(step.scale).dtype)
         if after is not None:
             part = after.part + 1
             known = after.statistics.keys() & loaded.execution.variables.keys()
-            instead = {name: state.check(name, after.statistics[name]) for name in known}
+            instead |= {name: state.check(name, after.statistics[name]) for name in known}
         if step.seed and (part or self._rank):  # parts are far from the seeds that ranks have
             seed = int(loaded.execution.present(step.seed)) + part * _BETWEEN_PARTS + self._rank
             instead[step.seed] = np.array(seed % 2**32, np.int64)
@@ -341,6 +387,8 @@ class Steps:
         self._loaded.check_schedule("step")
         split = execution.split_step()
         arrays = check_gradients(gradients, split.layout)
+        if isinstance(gradients, Gradients) and gradients.overflowed:  # the update is skipped
+            arrays = {name: np.full_like(array, np.inf) for name, array in arrays.items()}
         carried: dict[str, Array] = {}
         given = gradients.statistics if isinstance(gradients, Gradients) else {}
         for name in split.carried:
