@@ -13,6 +13,20 @@ from ortops.metrics.metric import Array, Mean, StreamingMetric, check_same_shape
 __all__ = ["R2", "MeanAbsoluteError", "MeanSquaredError", "RootMeanSquaredError"]
 
 
+def _columns(
+    metric: StreamingMetric, outputs: Array, targets: Array, sample_weight: Array | None
+) -> tuple[Array, Array, Array, Array]:
+    """Returns outputs and targets in columns, which of them count, and their weights."""
+    check_same_shape(metric, outputs, targets)
+    weights = metric.weights_like(targets, sample_weight)
+    y, t = (each.astype(np.float64) for each in columns(outputs, targets, 1))
+    counted = np.ones(t.shape)
+    if metric.ignored is not None:
+        counted *= t != metric.ignored
+    kept = counted if weights is None else counted * columns(weights, targets, 1)[0]
+    return y, t, counted, kept
+
+
 @dataclass
 class MeanAbsoluteError(Mean):
     """The mean of |outputs − targets| over all elements that are not ignored; NaN if one is.
@@ -92,12 +106,7 @@ class RootMeanSquaredError(MeanSquaredError):
         if self.multioutput is None:
             super().update(outputs, targets, sample_weight)
             return
-        check_same_shape(self, outputs, targets)
-        weights = self.weights_like(targets, sample_weight)
-        y, t = (each.astype(np.float64) for each in columns(outputs, targets, 1))
-        kept = np.ones(t.shape) if self.ignored is None else (t != self.ignored).astype(np.float64)
-        if weights is not None:
-            kept = kept * columns(weights, targets, 1)[0]
+        y, t, _, kept = _columns(self, outputs, targets, sample_weight)
         squares = kept * np.where(kept > 0, np.square(t - y), 0)
         found = np.stack([squares.sum(axis=0), kept.sum(axis=0)])
         if not self._totals.size:
@@ -147,15 +156,9 @@ class R2(StreamingMetric):
 
     def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
-        check_same_shape(self, outputs, targets)
-        weights = self.weights_like(targets, sample_weight)
-        y, t = (each.astype(np.float64) for each in columns(outputs, targets, 1))
+        y, t, counted, kept = _columns(self, outputs, targets, sample_weight)
         if not t.size:
             return
-        kept = np.ones(t.shape) if self.ignored is None else (t != self.ignored).astype(np.float64)
-        rows = kept.sum(axis=0)
-        if weights is not None:
-            kept = kept * columns(weights, targets, 1)[0]
         if not self._seen:
             self._rows, self._count, self._mean, self._spread, self._error = np.zeros(
                 (5, t.shape[1])
@@ -167,7 +170,7 @@ class R2(StreamingMetric):
                 f"batches have {len(self._count)} and {t.shape[1]} columns; the number must be the "
                 "same"
             )
-        self._rows += rows
+        self._rows += counted.sum(axis=0)
         self._error += (kept * np.where(kept > 0, np.square(t - y), 0)).sum(axis=0)
         # Relative to the first target, so that equal targets have a spread of exactly 0.
         shifted = np.where(kept > 0, t - self._origin, 0)
