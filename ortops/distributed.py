@@ -385,8 +385,9 @@ class JoinedSteps(Steps):
         feeds: Mapping[str, Array],
         outputs: Sequence[str] | None,
         after: Gradients | None,
+        scale: float | None = None,
     ) -> Gradients:
-        found = super()._gradients(feeds, outputs, after)
+        found = super()._gradients(feeds, outputs, after, scale)
         self._all_reduce(found, rows(feeds))
         return found
 

@@ -3,7 +3,8 @@
 A schedule is part of the training graph, so every program that runs the file follows it, and
 resumed training continues in the middle of it. The learning rate of a step is the state
 ``learning_rate`` (the peak) times the factor of the schedule after ``n`` completed steps. Setting
-``session.learning_rate`` therefore rescales the rest of the schedule.
+``session.peak_learning_rate`` therefore rescales the rest of the schedule;
+``session.learning_rate`` is the learning rate of the next step.
 
 The same formula computes on numpy arrays and emits nodes for `ortops.Tensor`. A custom schedule is
 ``Schedule(peak, factor)`` with a function of ``n``.

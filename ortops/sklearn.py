@@ -91,7 +91,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
         )
         self._open(trainable)
         if self.learning_rate is not None:
-            self.session_.learning_rate = self.learning_rate
+            self.session_.peak_learning_rate = self.learning_rate
 
     def _open(self, trainable: onnx.ModelProto) -> None:
         """Creates a session for a trainable model."""

@@ -462,7 +462,7 @@ def expectations(
     arrays |= prefixed("predicted", session.predict(batches[0], outputs=predicted))
     about = {
         "steps_done": session.steps_done,
-        "learning_rate": session.learning_rate,
+        "learning_rate": session.peak_learning_rate,
         "inputs": list(session.inputs),
         "parameters": list(session.parameters),
         "evaluated": session.evaluate(batches[0]),

@@ -38,6 +38,7 @@ from ortops.callbacks import (
     TensorBoard,
     find_learning_rate,
 )
+from ortops.callbacks.monitor import is_line_due
 from ortops.optimizers import SGD, Adam
 from ortops.schedules import Schedule
 from ortops.training.history import History
@@ -131,19 +132,6 @@ def test_early_stopping_says_why() -> None:
     )
     _, reason = stopped_after(EarlyStopping(1), "validation_loss", [math.nan])
     assert reason.endswith("for 1 epoch; the best value is not finite")
-
-
-@pytest.mark.parametrize(
-    ("name", "epoch"),
-    [
-        *((f"validation_{name}", 0) for name in ("accuracy", "f1", "auc", "mean_iou", "top_5")),
-        *((f"validation_{name}", 0) for name in ("precision", "recall", "r2", "f1_score")),
-        *((name, 2) for name in ("loss", "validation_loss", "validation_perplexity")),
-        *((f"validation_{name}", 2) for name in ("mean_absolute_error", "top_5_error")),
-    ],
-)
-def test_auto_tells_from_the_name_what_is_better(name: str, epoch: int) -> None:
-    assert stopped_after(EarlyStopping(1, name), name, [1, 2, 3])[0] == epoch
 
 
 def test_an_unknown_number_is_refused_with_those_that_there_are() -> None:
@@ -639,6 +627,55 @@ def test_json_lines_have_steps_and_epochs(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines if line["event"] == "epoch"] == history.columns["loss"]
 
 
+@pytest.mark.parametrize(
+    ("every", "accumulate", "batches", "lines"),
+    [
+        (10, 8, 43, [16, 32, 43]),  # 11 batches after the one at 32
+        (10, 8, 41, [16, 32]),
+        (10, 1, 25, [10, 20]),
+        (3, 3, 9, [3, 6, 9]),
+        (2, 3, 7, [3, 6]),
+        (1, 3, 7, [3, 6, 7]),
+        (4, 3, 13, [6, 12]),
+    ],
+)
+def test_lines_of_steps_that_accumulate(
+    every: int, accumulate: int, batches: int, lines: list[int], tmp_path: Path
+) -> None:
+    """Also those of a resumed training."""
+
+    class Told(Callback):
+        def __init__(self) -> None:
+            self.found: list[tuple[int, int]] = []
+
+        def on_step(self, record: Record, session: Any) -> None:
+            place = record.epoch, record.batch
+            if is_line_due(record, every) and place not in self.found:
+                self.found.append(place)
+
+    data = affine_batch(batches)
+    told, session = Told(), affine_session()
+    log, file = JSONLines(tmp_path / "log.jsonl", every=every), tmp_path / "last.onnx"
+    options: dict[str, Any] = {"epochs": 2, "accumulate": accumulate, **QUIET, "batch_size": 1}
+    session.fit(data, callbacks=[told, log], **options)
+    found = [json.loads(line) for line in log.path.read_text().splitlines()]
+    expected = [(epoch, batch) for epoch in (1, 2) for batch in lines]
+    assert [(e["epoch"], e["batch"]) for e in found if e["event"] == "step"] == expected
+    assert told.found == expected
+    resumed = JSONLines(tmp_path / "resumed.jsonl", every=every)
+    stop = -(-batches // accumulate) // 2 + 1
+    with pytest.raises(InterruptedFitError):
+        affine_session().fit(
+            data,
+            callbacks=[resumed, Checkpoint(file, every=1), Breaking(stop, last=True)],
+            **options,
+        )
+    again = JSONLines(tmp_path / "resumed.jsonl", every=every)
+    TrainingSession(file).fit(data, callbacks=[again, Checkpoint(file)], resume=True, **options)
+    steps = [json.loads(line) for line in again.path.read_text().splitlines()]
+    assert [(e["epoch"], e["batch"]) for e in steps if e["event"] == "step"] == expected
+
+
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     table, lines = CSVLog(tmp_path / "log.csv"), JSONLines(tmp_path / "log.jsonl")
     session: Any = None
@@ -697,7 +734,7 @@ def test_numbers_of_numpy_reach_all_files(tmp_path: Path) -> None:
         CSVLog(tmp_path / "log.csv"),
         adding,
         JSONLines(tmp_path / "log.jsonl", every=1),
-        EarlyStopping(9, "validation_narrow", restore_best=tmp_path / "best.onnx"),
+        EarlyStopping(9, "validation_narrow", mode="min", restore_best=tmp_path / "best.onnx"),
     ]
     metrics = [narrow, whole, undefined]
     options: dict[str, Any] = {"validation": data, "metrics": metrics, **QUIET}
@@ -989,13 +1026,13 @@ def test_a_signal_ends_fit_with_a_checkpoint(
     file = tmp_path / "last.onnx"
     options: dict[str, Any] = {"epochs": 4, "resume": True, **QUIET}
     # The first epoch is the best of all for `restore_best`, which must not be gone back to yet.
-    early = EarlyStopping(50, "learning_rate", restore_best=True)
+    early = EarlyStopping(50, "learning_rate", mode="min", restore_best=True)
     with pytest.raises(raised):
         classifying().fit(data, callbacks=[Checkpoint(file, every=99), early, Signal()], **options)
     assert f"after step 8; call TrainingSession('{file}')" in caplog.text
     resumed = TrainingSession(file)
     assert resumed.steps_done == 8
-    callbacks = [Checkpoint(file), EarlyStopping(50, "learning_rate"), Callback()]
+    callbacks = [Checkpoint(file), EarlyStopping(50, "learning_rate", mode="min"), Callback()]
     resumed.fit(data, callbacks=callbacks, **options)
     whole = classifying()
     whole.fit(data, **options)

@@ -486,6 +486,12 @@ def test_metrics_of_training(folder, capsys):
     assert train(*more, "--save", "trained.onnx") == 0
     (row,) = csv.DictReader(Path("log.csv").read_text().splitlines())
     assert 0 < float(row["accuracy"]) <= 1
+    watch = [*more, "--early-stopping", "1", "--learning-rate", "0", "--epochs", "9"]
+    assert train(*watch, "--monitor", "learning_rate", "--save", "other.onnx") == 1
+    assert "set mode='max' or mode='min'" in capsys.readouterr().err
+    watch += ["--monitor", "learning_rate", "--mode", "max", "--best", "best.onnx"]
+    assert train(*watch, "--save", "other.onnx") == 0
+    assert len(ortops.TrainingSession("other.onnx").history) == 2
     assert train("--train-metrics", "--save", "other.onnx") == 1
     assert "--train-metrics: there are no metrics" in capsys.readouterr().err
 

@@ -230,7 +230,7 @@ def test_a_trainable_file_goes_on(golden: Golden, unpack: Unpack) -> None:
 
     assert_same_bits(session.state, state)
     assert session.steps_done == about["steps_done"]
-    assert session.learning_rate == about["learning_rate"]
+    assert session.peak_learning_rate == about["learning_rate"]
     assert list(session.inputs) == about["inputs"]
     assert list(session.parameters) == about["parameters"]
 

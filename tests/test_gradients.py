@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -608,7 +609,8 @@ def test_parts_go_on_from_running_statistics() -> None:
     parts = [labelled((3,), seed=seed) for seed in (1, 2)]
     session, stepped = TrainingSession(model), TrainingSession(model)
     first = session.gradients(parts[0])
-    second = session.gradients(parts[1], after=first)
+    strategy = session._steps.strategy()  # as in fit, which warns that parts do not add up
+    second = strategy.gradients(session.inputs.check(parts[1]), outputs=None, after=first)
     assert second.part == 1
     again = session.gradients(parts[1])
     assert not np.array_equal(again.statistics["bn.mean"], second.statistics["bn.mean"])
@@ -623,6 +625,170 @@ def test_parts_go_on_from_running_statistics() -> None:
     session.apply(total.result())
     for name in ("bn.mean", "bn.var"):
         np.testing.assert_array_equal(session.state[name], stepped.state[name])
+
+
+# ---------------------------------------------------------------------------------- float16
+
+
+def scaled(end: str = "") -> TrainingSession:
+    """Of a convolution in float16 with w [1, 1, 1], or its root."""
+    with Tape(name="scaled") as tape:
+        x = tape.input("x", np.float16, ["batch", 1, 2])
+        y = op.Conv(x, tape.initializer("w", np.ones((1, 1, 1), np.float16)))
+        tape.output(op.Sqrt(y) if end == "Sqrt" else y, "y")
+    loss = MeanSquaredError(reduction="sum")
+    return TrainingSession(build(tape.model(), loss=loss, optimizer="SGD"))
+
+
+@pytest.mark.parametrize("size", [0.01, 2.0, 30.0, 100.0])
+def test_gradients_of_float16_do_not_overflow(size: float) -> None:
+    session = scaled()
+    x = (size * np.random.default_rng(0).normal(size=(4, 1, 2))).astype(np.float16)
+    feeds = {"x": x, "targets": np.zeros((4, 1, 2), np.float32)}
+    before = dict(session.state)
+    found = session.gradients(feeds)
+    expected = 2 * np.square(x.astype(np.float64)).sum()
+    np.testing.assert_allclose(found["w"].item(), expected, rtol=5e-3)
+    assert found.overflowed == (size > 1)
+    assert_same_arrays(dict(session.state), before)
+    both = session.gradients(feeds, after=found)
+    np.testing.assert_allclose(both["w"].item(), 2 * expected, rtol=5e-3)
+    session.apply({"w": found["w"]})
+    assert session.steps_done == 1
+    moved = session.state["w.master"] - before["w.master"]
+    np.testing.assert_allclose(moved.item(), -0.01 * expected, rtol=5e-3, atol=1e-7)
+
+
+def test_an_update_is_still_skipped() -> None:
+    """As in `step`, which lowers the loss scale; so gradients need no second run later."""
+    session = scaled()
+    shape = (4, 1, 2)
+    feeds = {"x": np.full(shape, 30, np.float16), "targets": np.zeros(shape, np.float32)}
+    scale = float(session.state["loss_scale"])
+    session.step(feeds)
+    assert (session.steps_done, session.state["loss_scale"]) == (0, scale / 2)
+    session.fit([feeds] * 2, accumulate=2, progress=False)
+    assert (session.steps_done, session.state["loss_scale"]) == (0, scale / 4)
+    small = {**feeds, "x": np.full(shape, 0.01, np.float16)}
+    session.apply(session.gradients(small, after=session.gradients(feeds)))
+    assert (session.steps_done, session.state["loss_scale"]) == (0, scale / 8)
+
+
+def test_gradients_that_are_infinite_at_each_loss_scale() -> None:
+    feeds = {"x": np.zeros((4, 1, 2), np.float16), "targets": np.ones((4, 1, 2), np.float32)}
+    with pytest.raises(OrtopsError) as raised:
+        scaled("Sqrt").gradients(feeds)
+    assert str(raised.value) == (
+        "gradients: that of 'w' is not finite at any loss scale, though the loss is 8; look for "
+        "roots, logarithms and divisions at 0, or convert the model to float32"
+    )
+    feeds["x"][0, 0, 0] = np.nan
+    assert np.isnan(scaled().gradients(feeds).loss)
+
+
+# ------------------------------------------------------------------------------------- sums
+
+
+def parts_of(sizes: Sequence[int]) -> tuple[Any, list[Any]]:
+    """Returns a batch, and its parts."""
+    parts = [labelled((6,), rows=size, seed=size) for size in sizes]
+    return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}, parts
+
+
+LOSSES_OF_SUMS: dict[str, Any] = {
+    "mean": SoftmaxCrossEntropy(),
+    "sum": SoftmaxCrossEntropy(reduction="sum"),
+    "counted": SoftmaxCrossEntropy(ignore_index=1),
+    "of two": 0.5 * SoftmaxCrossEntropy() + SoftmaxCrossEntropy(label_smoothing=0.1),
+}
+
+
+@pytest.mark.parametrize("how", ["after", "plus", "sum", "left"])
+@pytest.mark.parametrize("loss", LOSSES_OF_SUMS)
+def test_a_sum_is_that_of_the_joined_batch(loss: str, how: str) -> None:
+    model = build(classifier(), loss=LOSSES_OF_SUMS[loss], optimizer="SGD", clip_norm=0.5)
+    session, joined = TrainingSession(model), TrainingSession(model)
+    whole, parts = parts_of([3, 8, 5])
+    each = [session.gradients(part) for part in parts]
+    before = [{n: a.copy() for n, a in {**g, **g.outputs}.items()} for g in each]
+    if how == "after":
+        total = session.gradients(parts[0])
+        for part in parts[1:]:
+            total = session.gradients(part, after=total)
+    elif how == "left":
+        total = session.gradients(parts[2], after=each[0] + each[1])
+    else:
+        total = sum(each) if how == "sum" else each[0] + (each[1] + each[2])
+    for own, was in zip(each, before, strict=True):
+        assert_same_arrays({**own, **own.outputs}, was)
+    expected = joined.gradients(whole)
+    assert total.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert total.count == expected.count
+    for name, array in expected.items():
+        np.testing.assert_allclose(total[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
+    session.apply(total)
+    joined.step(whole)
+    assert session.steps_done == 1
+    for name, array in joined.parameters.items():
+        np.testing.assert_allclose(session.parameters[name], array, rtol=1e-4, atol=1e-6)
+
+
+def test_parts_of_a_sum_drop_differently() -> None:
+    session = TrainingSession(thinned())
+    feeds = {"x": np.ones((8, 5), np.float32), "targets": np.zeros((8, 5), np.float32)}
+    total, masks = session.gradients(feeds), []
+    for _ in range(3):
+        masks.append((total.outputs["y_training"] == 0).tobytes())
+        total = session.gradients(feeds, after=total)
+    masks.append((session.gradients(feeds, after=total + total).outputs["y_training"]).tobytes())
+    assert len(set(masks)) == 4
+
+
+def test_gradients_that_cannot_be_added() -> None:
+    session = TrainingSession(build(classifier(), optimizer="SGD"))
+    _, (one, two) = parts_of([3, 8])
+    first = session.gradients(one)
+    with pytest.raises(ArgumentError, match="one of the two contains the other's batch already"):
+        first + session.gradients(two, after=first)  # type: ignore[operator]
+    total = Accumulation(session.gradients(one))
+    with pytest.raises(ArgumentError, match="one of the two contains the other's batch already"):
+        total.add(session.gradients(two, after=total.gradients))
+    with pytest.raises(TypeError):
+        first + dict(first)  # type: ignore[operator]
+    session.state["learning_rate"] = 0.5  # changes no weight
+    with session.unchanged():
+        session.step(two)
+    worker = TrainingSession(session.model())
+    assert (session.gradients(two, after=first) + worker.gradients(two)).count == 3 + 8 + 8
+    changes: list[Any] = [
+        lambda: session.step(two),
+        lambda: session.apply(first),
+        lambda: session.state.assign({"b1": session.state["b1"]}),
+        lambda: setattr(session, "parameters", session.parameters),
+        session.reset,
+    ]
+    for change in changes:
+        before = session.gradients(one)
+        change()
+        with pytest.raises(ArgumentError, match="the weights have changed between the two"):
+            session.gradients(two, after=before)
+        with pytest.raises(ArgumentError, match="the weights have changed between the two"):
+            before + session.gradients(two)
+    fewer = session.with_trainable(["w2"])
+    with pytest.raises(ArgumentError, match="of other weights or another loss"):
+        session.gradients(one) + fewer.gradients(two)
+
+
+def test_gradients_of_two_entries_cannot_be_added() -> None:
+    model = build(classifier(), optimizer="SGD", trainable=["w2"])
+    both = ortops.add_training(model, name="second", loss="SoftmaxCrossEntropy", optimizer="SGD")
+    session = TrainingSession(both)
+    _, (one, two) = parts_of([3, 8])
+    first = session.gradients(one, entry="main")
+    message = "those of the entry 'second' cannot be added to those of the entry 'main'"
+    with pytest.raises(ArgumentError, match=message):
+        session.gradients(two, entry="second", after=first)
+    assert session.gradients(two, entry="main", after=first).count == 11
 
 
 # ---------------------------------------------------------------------------------- dropout

@@ -817,6 +817,26 @@ def test_preferences_are_trained(shallow: Path, untrained: FineTuning, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("smoothing", [0.0, 0.4])
+def test_margins_are_those_of_the_loss_function(shallow: Path, smoothing: float) -> None:
+    """Also with smoothing, with margins so large that the loss is 0, and in batches."""
+    for beta in (0.5, 80.0):
+        loss = ortops.losses.DPO(beta=beta, label_smoothing=smoothing)
+        tuning = FineTuning(shallow, learning_rate=0.02, loss=loss)
+        tuning.fit(PAIRS, epochs=12, batch_size=2, progress=False)
+        each = [tuning.evaluate([pair]) for pair in PAIRS]
+        for found in each:
+            margin = found["reward_margin"]
+            expected = np.logaddexp(0, -margin) + smoothing * margin
+            assert found["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+            assert found["reward_accuracy"] == (margin > 0)
+        mean = {name: np.mean([found[name] for found in each]) for name in each[0]}
+        assert tuning.evaluate(PAIRS, batch_size=2) == pytest.approx(mean, rel=1e-3, abs=1e-6)
+    assert mean["reward_margin"] > 20
+    assert np.isfinite(mean["reward_margin"])
+
+
+@pytest.mark.slow
 def test_forms_of_preferences_are_the_same(shallow: Path) -> None:
     tuning = FineTuning(shallow, loss="DPO")
     tuning.session.learning_rate = 0.0

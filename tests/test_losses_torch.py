@@ -68,6 +68,18 @@ def likelihood(
     return getattr(torch.nn.functional, function)(moved, given, weight=weight, **options)
 
 
+def soft_draws(rng: np.random.Generator, *, shape: tuple[int, ...], place: int) -> dict[str, Array]:
+    """Probabilities of classes, some of which are 0."""
+    drawn = rng.random(shape) * (rng.random(shape) < 0.6) + 1e-3
+    return {"labels": drawn / drawn.sum(axis=place, keepdims=True)}
+
+
+def soft_labels(torch: Any, y: Any, given: Any, *, place: int, **options: Any) -> Any:
+    """The cross-entropy of probabilities in torch."""
+    moved = given.movedim(place, 1).contiguous()
+    return likelihood(torch, y, moved, function="cross_entropy", place=place, **options)
+
+
 def class_cases() -> Iterator[Case]:
     """Losses of labels: wherever the classes are, and whatever counts how much."""
     shapes = {1: (6, 5), -1: (3, 4, 5), 2: (2, 3, 5, 4), None: (2, 5, 3, 4)}
@@ -88,6 +100,18 @@ def class_cases() -> Iterator[Case]:
                 {"y": shape},
                 feeds,
             )
+            if ignored is None:
+                del (soft := dict(options))["ignore_index"]
+                of_torch = {n: value for n, value in theirs.items() if n != "ignore_index"}
+                yield Case(
+                    f"cross-entropy of probabilities {shape} {options} {smoothing}",
+                    losses.SoftmaxCrossEntropy(
+                        probabilities=True, label_smoothing=smoothing, **soft
+                    ),
+                    partial(soft_labels, label_smoothing=smoothing, **of_torch),
+                    {"y": shape},
+                    partial(soft_draws, shape=shape, place=place),
+                )
         yield Case(
             f"negative log-likelihood {shape} {options}",
             losses.NegativeLogLikelihood(**options),

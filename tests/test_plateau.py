@@ -28,7 +28,7 @@ class Rate:
     """A session that has nothing but a learning rate."""
 
     def __init__(self, rate: float) -> None:
-        self.learning_rate = rate
+        self.peak_learning_rate = rate
 
 
 def record(epoch: int, value: float, name: str = "loss") -> Record:
@@ -87,7 +87,9 @@ def rates_are_those_of_torch(settings: Any, mode: Any, seed: int) -> None:
     for epoch, value in enumerate(values(seed), 1):
         scheduler.step(value)
         plateau.on_epoch(record(epoch, value), session)  # type: ignore[arg-type]
-        assert session.learning_rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        assert session.peak_learning_rate == pytest.approx(
+            optimizer.param_groups[0]["lr"], rel=1e-9
+        )
 
 
 def arguments(**more: Any) -> dict[str, Any]:
@@ -200,8 +202,9 @@ def test_wrong_arguments(given: Any, message: str) -> None:
 
 def test_a_metric_that_is_missing() -> None:
     session = TrainingSession(model())
+    plateau = ReduceLROnPlateau(monitor="validation_f1", mode="max")
     with pytest.raises(OrtopsError, match="has no metric 'validation_f1' to monitor"):
-        session.fit(DATA, callbacks=[ReduceLROnPlateau(monitor="validation_f1")], **arguments())
+        session.fit(DATA, callbacks=[plateau], **arguments())
 
 
 def test_a_damaged_state() -> None:

@@ -19,6 +19,7 @@ from training_models import classifier, labelled
 
 import ortops
 from ortops import ArgumentError, ModelError, TrainingSession, build_training_model, schedules
+from ortops.callbacks import ReduceLROnPlateau
 from ortops.execution.settings import Settings
 from ortops.optimizers import SGD, Adam, Momentum
 from ortops.schedules import Schedule
@@ -240,13 +241,15 @@ def test_steps_follow_the_formula(name: str, joined: bool) -> None:
     rates = []
     for number in range(STEPS):
         before = session.state["b1"]
+        following = session.learning_rate
         found = session.step(batch(number))
         rates.append(found["scheduled_learning_rate"])
+        assert rates[-1] == following
         moved = not np.array_equal(session.state["b1"], before)
         assert moved == (rates[-1] > 0)
     assert {rate.dtype for rate in rates} == {np.dtype(np.float32)}
     np.testing.assert_allclose(rates, EACH[name](np.arange(STEPS)), rtol=2e-7, atol=1e-12)
-    assert session.learning_rate == 0.5  # the peak
+    assert session.peak_learning_rate == session.state["learning_rate"] == 0.5
 
 
 @pytest.mark.torch
@@ -315,13 +318,65 @@ def test_a_step_graph_in_a_plain_session_follows_it(optimizer: Any, lowered: boo
         np.testing.assert_allclose(array, ours.state[name], rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-def test_to_set_the_learning_rate_rescales() -> None:
-    session = TrainingSession(trainable(SGD(EACH["cosine"])))
+@pytest.mark.parametrize("name", ["peak_learning_rate", "learning_rate"])
+def test_to_set_the_learning_rate_rescales(name: str) -> None:
+    groups = {"b1": {"learning_rate": 0.05}}
+    session = TrainingSession(trainable(SGD(EACH["cosine"]), groups=groups))
     for number in range(5):
         session.step(batch(number))
-    session.learning_rate = 0.25
-    rates = [session.step(batch(n))["scheduled_learning_rate"] for n in range(5, STEPS)]
-    np.testing.assert_allclose(rates, EACH["cosine"](np.arange(5, STEPS)) / 2, rtol=2e-7)
+    present = float(EACH["cosine"](5)) if name == "learning_rate" else 0.5
+    setattr(session, name, present / 2)
+    assert getattr(session, name) == pytest.approx(present / 2, rel=2e-7)
+    again = TrainingSession(session.model())
+    assert again.learning_rate == session.learning_rate
+    rates, before = [], session.state["b1"]
+    gradient = session.gradients(batch(5))["b1"]
+    for number in range(5, STEPS):
+        rates.append(session.step(batch(number))["scheduled_learning_rate"])
+        if number == 5:
+            moved = (before - session.state["b1"]) / gradient
+            np.testing.assert_allclose(moved, rates[0] * 0.05 / 0.5, rtol=1e-3)
+    np.testing.assert_allclose(rates, EACH["cosine"](np.arange(5, STEPS)) / 2, rtol=3e-7)
+
+
+def test_a_rate_of_0_cannot_be_scaled() -> None:
+    session = TrainingSession(trainable(SGD(schedules.constant(0.5, warmup=4))))
+    assert (session.learning_rate, session.peak_learning_rate) == (0.0, 0.5)
+    with pytest.raises(ortops.ArgumentError) as refused:
+        session.learning_rate = 0.1
+    assert str(refused.value) == (
+        "learning_rate cannot be 0.1 now, because the schedule constant(warmup=4) multiplies it by "
+        "0 in the next step; set peak_learning_rate, the schedule's peak"
+    )
+    session.peak_learning_rate = 0.0
+    session.step(batch(0))
+    assert session.learning_rate == 0.0
+    session.learning_rate = 0.25  # a quarter of the peak
+    assert session.peak_learning_rate == pytest.approx(1.0)
+    with pytest.raises(ortops.ArgumentError, match="must be a finite number >= 0, got -"):
+        session.learning_rate = -1.0
+    with pytest.raises(ortops.ArgumentError, match="must be a finite number >= 0, got 'x'"):
+        session.learning_rate = "x"
+
+
+def test_the_rate_of_a_schedule_without_steps_is_not_known() -> None:
+    session = TrainingSession(trainable(SGD(schedules.cosine(0.5))))
+    assert session.peak_learning_rate == 0.5
+    message = r"learning_rate: the schedule cosine\(.*\) has no number of steps; fit sets it"
+    with pytest.raises(ortops.OrtopsError, match=message):
+        _ = session.learning_rate
+    with pytest.raises(ortops.OrtopsError, match=message):
+        session.learning_rate = 0.1
+
+
+def test_a_plateau_scales_the_peak() -> None:
+    session = TrainingSession(trainable(SGD(EACH["cosine"])))
+    plateau = ReduceLROnPlateau(0, 0.1, "loss", mode="max", threshold=1e6)
+    data = [batch(number) for number in range(3)]
+    history = session.fit(data, epochs=3, callbacks=[plateau], progress=False)
+    wanted = EACH["cosine"](np.array([2, 5, 8])) * [1, 1, 0.1]
+    np.testing.assert_allclose(history.columns["learning_rate"], wanted, rtol=1e-6)
+    assert session.peak_learning_rate == pytest.approx(0.005)
 
 
 def test_a_schedule_of_ones_own() -> None:
@@ -384,7 +439,8 @@ def test_a_second_schedule_is_refused() -> None:
         noted.refuse_second_schedule()
     assert str(refused.value) == (
         "schedule: the model has the schedule cosine(steps=20, restarts=0, end=0.05) already; set "
-        "session.learning_rate to rescale it, or build the model with a number as learning rate"
+        "session.peak_learning_rate to rescale it, or build the model with a number as learning "
+        "rate"
     )
     training_metadata(trainable(SGD(0.1))).refuse_second_schedule()
 

@@ -34,6 +34,7 @@ from ortops.building.updates import (
     Updates,
     as_float32,
     emit_gradients,
+    infinite_entries,
     unless_skipped,
 )
 from ortops.building.without_adapter import without_adapter
@@ -363,6 +364,7 @@ class Plan:
         clipping: How gradients are clipped.
         ema_decay: The decay of the averages of parameters; None without averages.
         grouped: The optimizers of parameters that are in a group, by name.
+        infinite: How many infinite entries parameters have, by name.
     """
 
     prepared: Prepared
@@ -376,6 +378,7 @@ class Plan:
     grouped: Mapping[str, Optimizer]
     _forward: _Forward
     _scales_loss: bool
+    infinite: Mapping[str, int]
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -431,6 +434,13 @@ class Plan:
         count = step + 1
         # Cast once, because onnxruntime may remove a rounding to float16 before some of the casts.
         gradients = [as_float32(gradient) for gradient in gradients]
+        fixed: list[Tensor | None] = [None] * len(gradients)
+        for place, parameter in enumerate(self.parameters):
+            if parameter.name in self.infinite:
+                fixed[place] = op.IsInf(as_float32(tape.tensor(parameter)))
+                gradient = gradients[place]
+                zero = np.zeros((), gradient.dtype)
+                gradients[place] = op.Where(fixed[place], zero, gradient).with_shape_of(gradient)
         if scaling is not None:
             scaling.check_finite(gradients)
         step_new = algorithm.update(step.name, unless_skipped(scaling, count, step))
@@ -444,9 +454,10 @@ class Plan:
         tape.scope = ""
         count = step_new if scaling is None else count
         updates = Updates(algorithm, rates, step, count, scaling, factor, self.ema_decay)
-        for parameter, gradient, s in zip(self.parameters, gradients, scalings, strict=True):
+        each = zip(self.parameters, gradients, scalings, fixed, strict=True)
+        for parameter, gradient, s, entries in each:
             optimizer = self.grouped.get(parameter.name or "", self.optimizer)
-            updates.emit(optimizer, tape.tensor(parameter), gradient, s)
+            updates.emit(optimizer, tape.tensor(parameter), gradient, s, entries)
         updates.finish()
         for name, statistic in self._forward.statistics.items():
             present = tape.tensor(tape.graph.initializers[name])
@@ -499,18 +510,25 @@ def plan_training(
     parameters = reached(prepared.choice, forward.loss.value)
     grouped = optimizers_of(optimizer, groups, parameters, prepared.scopes)
     passed = {value.dtype for value in passed_through(parameters, forward.loss.value)}
+    infinite = infinite_entries(parameters)
+    said = _messages(prepared, forward.loss, ir.DataType.BFLOAT16 in passed)
+    said += [
+        f"'{name}' has infinite entries ({count}), which stay as they are"
+        for name, count in infinite.items()
+    ]
     return Plan(
         prepared,
         forward.loss,
         optimizer,
         parameters,
         prepared.choice.reasons,
-        _messages(prepared, forward.loss, ir.DataType.BFLOAT16 in passed),
+        said,
         clipping,
         ema_decay,
         grouped,
         forward,
         ir.DataType.FLOAT16 in passed,
+        infinite,
     )
 
 
@@ -645,6 +663,7 @@ def _described(prediction: losses.Prediction) -> dict[str, object]:
         shifted=prediction.shifted,
         bounded=prediction.bounded,
         sample_weight=prediction.sample_weight or "",
+        form=prediction.form,
         **prediction.shared,
     )
     always = [each.name for each in fields(PredictionNote)][:6]

@@ -12,7 +12,8 @@ from ortops.building.algorithm import Algorithm
 from ortops.building.clipping import times
 from ortops.building.groups import ratio
 from ortops.errors import ArgumentError, ModelError
-from ortops.graph.edit import ancestor_nodes, read_inputs
+from ortops.graph.edit import ancestor_nodes, is_float, read_inputs
+from ortops.graph.files import external
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.lowering import TRAINING_DOMAIN
@@ -26,10 +27,13 @@ __all__ = [
     "Updates",
     "as_float32",
     "emit_gradients",
+    "infinite_entries",
     "unless_skipped",
 ]
 
 _16_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)  # whose parameters have float32 masters
+
+_LARGEST_TABLE = 2**24  # a table of biases has fewer elements
 
 _FIRST_SCALE, _LARGEST_SCALE, _GOOD_STEPS = 2.0**16, 2.0**24, 2000
 SMALLEST_SCALE = 2.0**-16
@@ -119,6 +123,17 @@ class LossScaling:
         again = op.Where(enough, np.int64(0), good)
         algorithm.update(self.scale.name, op.Where(self.finite, more, less))
         algorithm.update(self.good_steps.name, op.Where(self.finite, again, np.int64(0)))
+
+
+def infinite_entries(parameters: Sequence[ir.Value]) -> dict[str, int]:
+    """Returns how many infinite entries parameters have, such as −∞ for padding in a table."""
+    found: dict[str, int] = {}
+    for value in parameters:
+        tensor = value.const_value
+        if tensor is not None and tensor.size <= _LARGEST_TABLE and is_float(value):
+            count = int(np.isinf(external.content_of(tensor).numpy()).sum())
+            found |= {value.name or "": count} if count else {}
+    return found
 
 
 def unless_skipped(scaling: LossScaling | None, new: Tensor, old: Tensor) -> Tensor:
@@ -242,7 +257,12 @@ class Updates:
         return {name: value for name, value in found.items() if value}
 
     def emit(
-        self, optimizer: Optimizer, parameter: Tensor, gradient: Tensor, scaling: float = 1.0
+        self,
+        optimizer: Optimizer,
+        parameter: Tensor,
+        gradient: Tensor,
+        scaling: float = 1.0,
+        fixed: Tensor | None = None,
     ) -> None:
         """Emits the update of one parameter; those of shared optimizers follow in `finish`.
 
@@ -252,6 +272,7 @@ class Updates:
             gradient: The gradient, in float32 if the parameter has 16 bits, with respect to the
                 parameter divided by its scaling, which is what the optimizer updates.
             scaling: The scaling that the parameter includes, as the B of an adapter does.
+            fixed: Which entries are infinite, and stay; None for none.
         """
         algorithm, tape = self.algorithm, self.algorithm.tape
         x = parameter
@@ -272,7 +293,8 @@ class Updates:
         rate, t = self.rates.of(optimizer), self.count if optimizer.first_step else self.step
         tape.scope = f"update/{parameter.name}/"
         gradient = times(gradient, self.scale)
-        pending = _Pending(optimizer, parameter, scaling, x, states, (rate, t, gradient))
+        given = rate, t, gradient
+        pending = _Pending(optimizer, parameter, scaling, x, states, given, fixed)
         if optimizer.is_shared:
             self._pending.append(pending)
         else:
@@ -319,6 +341,9 @@ class Updates:
         if scaling != 1:
             flags = zip(new, (True, *scaled), strict=True)
             new = tuple(each * scaling if is_scaled else each for each, is_scaled in flags)
+        if pending.fixed is not None:
+            like = zip(new, (x, *states), (True, *scaled), strict=True)
+            new = tuple(pending.kept(n, old) if is_copy else n for n, old, is_copy in like)
         if optimizer.average:
             average = states[optimizer.states.index(optimizer.average)]
             self.averages[parameter.name] = average.name
@@ -327,7 +352,8 @@ class Updates:
         if self.ema_decay is not None:
             average = algorithm.copy(parameter, "ema", x.dtype)
             self.averages[parameter.name] = average.name
-            new_average = average + (1.0 - self.ema_decay) * (kept[0] - average)
+            step = (1.0 - self.ema_decay) * (pending.finite(kept[0]) - pending.finite(average))
+            new_average = pending.kept(pending.finite(average) + step, average)
             variables.append(average)
             kept.append(unless_skipped(self.scaling, new_average, average))
         if x is not parameter:
@@ -349,6 +375,7 @@ class _Pending:
         x: The parameter or its master.
         states: The optimizer's states.
         given: The learning rate, the update count and the gradient.
+        fixed: Which entries are infinite, and stay; None for none.
     """
 
     optimizer: Optimizer
@@ -357,15 +384,27 @@ class _Pending:
     x: Tensor
     states: Sequence[Tensor]
     given: tuple[Tensor, Tensor, Tensor]
+    fixed: Tensor | None = None
+
+    def finite(self, tensor: Tensor) -> Tensor:
+        """Returns the parameter, or a copy of it, with zeros for infinite entries."""
+        if self.fixed is None:
+            return tensor
+        found: Tensor = op.Where(self.fixed, np.zeros((), tensor.dtype), tensor)
+        return found.with_shape_of(tensor)
+
+    def kept(self, new: Tensor, old: Tensor) -> Tensor:
+        """Returns the next value of one, whose infinite entries stay."""
+        return new if self.fixed is None else op.Where(self.fixed, old, new).with_shape_of(old)
 
     def inputs(self) -> tuple[Tensor, ...]:
         """Returns the inputs of the rule."""
         rate, t, gradient = self.given
         states = (
-            _divided(state, self.scaling) if name in self.optimizer.copies else state
+            _divided(self.finite(state), self.scaling) if name in self.optimizer.copies else state
             for name, state in zip(self.optimizer.states, self.states, strict=True)
         )
-        return (rate, t, _divided(self.x, self.scaling), gradient, *states)
+        return (rate, t, _divided(self.finite(self.x), self.scaling), gradient, *states)
 
 
 def _divided(x: Tensor, scaling: float) -> Tensor:

@@ -77,9 +77,8 @@ class EarlyStopping(_OfBest):
     Args:
         patience: The number of consecutive epochs without improvement after which training stops.
         monitor: The metric: ``"loss"``, ``"validation_loss"`` or ``"validation_<metric>"``.
-        mode: Whether higher (``"max"``) or lower (``"min"``) is better. ``"auto"`` decides by the
-            name: accuracy, AUC, F1, IoU, precision, R², recall, scores and top-k are better when
-            higher.
+        mode: Whether higher (``"max"``) or lower (``"min"``) is better. ``"auto"`` is the
+            ``higher_is_better`` of the metric, and lower for losses; other numbers need a mode.
         minimum_change: The smallest change that counts as an improvement. NaN and infinite values
             never do.
         restore_best: Whether to restore the session's state at the end of the best epoch when fit
@@ -92,7 +91,7 @@ class EarlyStopping(_OfBest):
         best_epoch: Its epoch; 0 if there is none.
 
     Raises:
-        ArgumentError: If an argument is invalid.
+        ArgumentError: If an argument is invalid; in fit, if it is not known what is better.
         OrtopsError: In fit, if an epoch does not have the metric, or the file's folder does not
             exist.
 
@@ -143,6 +142,7 @@ class EarlyStopping(_OfBest):
         """
         if self._file:
             check_path("EarlyStopping", self._file)
+        self._monitor.begin(record)
         self._monitor.forget()
         self._waited = 0
         seen = self._monitor.seen(record.history)
@@ -297,13 +297,13 @@ class BestModel(_OfBest):
         best_epoch: Its epoch; 0 if there is none.
 
     Raises:
-        ArgumentError: If an argument is invalid.
+        ArgumentError: If an argument is invalid; in fit, if it is not known what is better.
         OrtopsError: In fit, if an epoch does not have the metric, or the file's folder does not
             exist.
 
     Example:
         >>> BestModel("best.onnx", monitor="validation_accuracy", inference=True)
-        BestModel('best.onnx', monitor='validation_accuracy', mode='max')
+        BestModel('best.onnx', monitor='validation_accuracy', mode='auto')
     """
 
     saves = True
@@ -323,12 +323,13 @@ class BestModel(_OfBest):
         self._before: float | None = None  # the best value of earlier fits
 
     def __repr__(self) -> str:
-        mode = "max" if self._monitor.is_more_better else "min"
-        return f"BestModel('{self.path}', monitor='{self._monitor.name}', mode='{mode}')"
+        monitor = self._monitor
+        return f"BestModel('{self.path}', monitor='{monitor.name}', mode='{monitor.mode}')"
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
         """Checks that the file can be written, and adds the finished epochs of a resumed fit."""
         check_path("BestModel", self.path)
+        self._monitor.begin(record)
         self._before, self._due = self.best, False
         for epoch, values in self._monitor.seen(record.history):
             # If it is the present one, the process may have ended before the file was written.

@@ -15,6 +15,7 @@ from ortops.arguments import whole_number
 from ortops.callbacks.monitor import (
     begins_anew,
     check_path,
+    is_line_due,
     path_of,
     remembered,
 )
@@ -154,7 +155,8 @@ class JSONLines(_Log):
 
     Args:
         path: The file.
-        every: The number of batches between lines for steps; by default only epochs are written.
+        every: The number of batches between lines for steps, at least; by default only epochs are
+            written.
         append: Whether a new fit appends to the file instead of overwriting it.
 
     Raises:
@@ -178,7 +180,7 @@ class JSONLines(_Log):
 
     def on_step(self, record: Record, session: TrainingSession) -> None:
         """Writes the line of a step."""
-        if self.every is not None and record.batch % self.every == 0:
+        if self.every is not None and is_line_due(record, self.every):
             self._line("step", record)
 
     def on_validation(self, record: Record, session: TrainingSession) -> None:
@@ -209,7 +211,7 @@ class TensorBoard(Callback):
     Args:
         folder: The folder for the files; created if it does not exist. To compare trainings, use
             one subfolder of a common folder for each.
-        every: The number of batches between events of steps.
+        every: The number of batches between events of steps, at least.
 
     Raises:
         ArgumentError: If an argument is invalid.
@@ -239,7 +241,7 @@ class TensorBoard(Callback):
 
     def on_step(self, record: Record, session: TrainingSession) -> None:
         """Writes the metrics of a step."""
-        if record.batch % self.every == 0:
+        if is_line_due(record, self.every):
             self._add("step", record)
 
     def on_epoch(self, record: Record, session: TrainingSession) -> None:

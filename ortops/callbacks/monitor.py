@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -20,14 +19,12 @@ __all__ = [
     "Monitor",
     "begins_anew",
     "check_path",
+    "is_line_due",
     "path_of",
     "remembered",
 ]
 
 Mode: TypeAlias = Literal["auto", "max", "min"]
-
-_UP = {"accuracy", "auc", "f1", "iou", "precision", "r2", "recall", "score", "top"}
-_DOWN = {"error", "loss"}
 
 
 class Monitor:
@@ -36,8 +33,8 @@ class Monitor:
     Args:
         who: The callback, for messages.
         name: The metric: ``loss``, ``validation_loss``, ``validation_<metric>``.
-        mode: Whether higher (``"max"``) or lower (``"min"``) is better; ``"auto"`` decides by the
-            name.
+        mode: Whether higher (``"max"``) or lower (``"min"``) is better; ``"auto"`` is the direction
+            of the metric, which `begin` looks up.
         minimum_change: The smallest change that counts as an improvement.
 
     Attributes:
@@ -52,8 +49,36 @@ class Monitor:
         choice(f"{who}: mode", mode, ("auto", "max", "min"))
         self.minimum_change = number(f"{who}: minimum_change", minimum_change, minimum=0)
         self.who = who
-        self.is_more_better = mode == "max" or (mode == "auto" and _is_more_better(name))
+        self._given = self.mode = mode
         self.forget()
+
+    def begin(self, record: Record) -> None:
+        """Finds out which direction is better in a call of fit, before its first step.
+
+        Raises:
+            ArgumentError: If that is not known, and there is no ``mode``.
+        """
+        known = record.directions
+        if self._given != "auto":
+            return
+        more = known.get(self.name, known.get(self.name.removeprefix("validation_")))
+        if more is None:
+            several = [name for name in known if name.startswith(f"{self.name}_")]
+            if self.name not in known and several:
+                raise ArgumentError(
+                    f"{self.who}: there are several '{self.name}': {', '.join(several)}; monitor "
+                    "one of them"
+                )
+            raise ArgumentError(
+                f"{self.who}: it is not known whether more or less of '{self.name}' is better; "
+                f"set mode='max' or mode='min' (fit computes {', '.join(known)})"
+            )
+        self.mode = "max" if more else "min"
+
+    @property
+    def is_more_better(self) -> bool:
+        """Whether higher is better."""
+        return self.mode == "max"
 
     def forget(self) -> None:
         """Resets the best value."""
@@ -136,14 +161,19 @@ class Monitor:
         return float(values[self.name])
 
 
-def _is_more_better(name: str) -> bool:
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    return bool(words & _UP) and not words & _DOWN
-
-
 def begins_anew(record: Record) -> bool:
     """Whether fit starts at its first batch, rather than being resumed."""
     return not record.history and not record.batch
+
+
+def is_line_due(record: Record, every: int) -> bool:
+    """Whether a number of batches of the epoch have passed since the last line of a step.
+
+    Lines follow from the batches alone, so a resumed fit writes the same ones.
+    """
+    between = -(-every // record.accumulate) * record.accumulate
+    last = (record.batch - 1) // between * between
+    return record.batch - last >= every
 
 
 def remembered(

@@ -50,7 +50,7 @@ class ReduceLROnPlateau(Callback):
         best: The best value so far, or None.
 
     Raises:
-        ArgumentError: If an argument is invalid.
+        ArgumentError: If an argument is invalid; in fit, if it is not known what is better.
         OrtopsError: In fit, if an epoch does not have the metric, or the training has no learning
             rate.
 
@@ -108,7 +108,8 @@ class ReduceLROnPlateau(Callback):
         Raises:
             OrtopsError: If the training has no learning rate.
         """
-        _ = session.learning_rate
+        _ = session.peak_learning_rate
+        self._monitor.begin(record)
         if begins_anew(record):
             self._forget()
 
@@ -133,13 +134,13 @@ class ReduceLROnPlateau(Callback):
             self._waited = 0
         if self._waited > self.patience:
             self._cooling, self._waited = self.cooldown, 0
-            present = session.learning_rate
+            present = session.peak_learning_rate
             reduced = max(present * self.factor, self.minimum)
             if present - reduced > _SMALLEST_CHANGE:
-                session.learning_rate = reduced
+                session.peak_learning_rate = reduced
                 logger.info(
-                    "ReduceLROnPlateau: the learning rate is %g from step %d on, as %s has not "
-                    "improved; its best value is %g",
+                    "ReduceLROnPlateau: the (peak) learning rate is %g from step %d on, as %s has "
+                    "not improved; its best value is %g",
                     *(reduced, record.step + 1, self._monitor.name),
                     math.nan if self.best is None else self.best,
                 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 from ortops.arguments import choice, whole_number
-from ortops.callbacks.monitor import Monitor, begins_anew
+from ortops.callbacks.monitor import Monitor, begins_anew, is_line_due
 from ortops.errors import ArgumentError, ModelError
 from ortops.optional import optional_module
 from ortops.training.callback import Callback, Record
@@ -168,7 +168,7 @@ class Tracker(Callback):
 
     def on_step(self, record: Record, session: TrainingSession) -> None:
         """Records the metrics of a step."""
-        if self.every is not None and record.batch % self.every == 0:
+        if self.every is not None and is_line_due(record, self.every):
             self._add("step", record)
 
     def on_validation(self, record: Record, session: TrainingSession) -> None:
@@ -216,7 +216,7 @@ def _described(session: TrainingSession) -> dict[str, object]:
     if position is not None:
         found = dataclasses.asdict(position.epoch_state.call)
     if metadata.learning_rate in session.state:
-        found["learning_rate"] = session.learning_rate
+        found["learning_rate"] = session.peak_learning_rate
     for name in ("schedule", "clipping", "averaging"):
         found[name] = getattr(metadata, name)
     return {name: value for name, value in found.items() if value not in ("", None)}

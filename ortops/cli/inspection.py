@@ -110,9 +110,9 @@ def _learning_rates(session: TrainingSession) -> dict[str, float]:
 
 
 def _learning_rate(session: TrainingSession) -> float | None:
-    """Returns the learning rate, or None if a file from another tool does not name it."""
+    """Returns the peak learning rate, or None if a file from another tool does not name it."""
     try:
-        return session.learning_rate
+        return session.peak_learning_rate
     except OrtopsError:
         return None
 

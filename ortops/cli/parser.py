@@ -390,6 +390,11 @@ def _add_train(command: _Command) -> None:
         help="the value that --early-stopping and --best watch (default: validation_loss, or loss "
         "without validation data)",
     )
+    add(
+        "--mode",
+        choices=("auto", "max", "min"),
+        help="whether higher or lower is better (default: auto, the direction of the metric)",
+    )
     add("--best", metavar="FILE", help="write the best model here")
     add(
         "--checkpoint-steps",

@@ -91,7 +91,7 @@ def train(options: argparse.Namespace) -> int:
         write_metadata(model.proto, OPTIONS_KEY, json.dumps(_given(options)))
     session = TrainingSession(model, providers=options.providers)
     if trainable and not resumes and options.learning_rate is not None:
-        session.learning_rate = _number(options)
+        session.peak_learning_rate = _number(options)
     before = session.steps_done
     _fit(session, training, validation, options, save, resumes=resumes)
     if resumes and session.steps_done == before:
@@ -458,11 +458,12 @@ def _literal(path: str) -> str:
 def _callbacks(options: argparse.Namespace, validated: bool) -> list[Any]:
     """Returns the callbacks for the given options."""
     monitor = options.monitor or ("validation_loss" if validated else "loss")
+    mode: Any = options.mode or "auto"
     found: list[Any] = []
     if options.early_stopping is not None:
-        found.append(callbacks.EarlyStopping(patience=options.early_stopping, monitor=monitor))
+        found.append(callbacks.EarlyStopping(options.early_stopping, monitor, mode=mode))
     if options.best:
-        found.append(callbacks.BestModel(options.best, monitor=monitor))
+        found.append(callbacks.BestModel(options.best, monitor, mode=mode))
     if options.log:
         suffix = Path(options.log).suffix
         kinds = {".csv": callbacks.CSVLog, ".jsonl": callbacks.JSONLines}

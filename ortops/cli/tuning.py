@@ -55,7 +55,7 @@ def tune(options: argparse.Namespace) -> int:
                     f"--learning-rate must be a number, got '{options.learning_rate}', as the "
                     f"training of '{folder}' continues"
                 )
-            tuning.session.learning_rate = rate
+            tuning.session.peak_learning_rate = rate
     else:
         tuning = FineTuning(
             options.folder,

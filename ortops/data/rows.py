@@ -127,7 +127,7 @@ class ImageRows(RowData):
             raise ArgumentError(
                 f"augment: '{name}' mixes labels, but input '{target}' takes one class number per "
                 "row; train with a loss of probabilities, such as "
-                "losses.KullbackLeibler(reduction='batchmean') or "
+                "losses.SoftmaxCrossEntropy(probabilities=True) or "
                 "losses.BinaryCrossEntropyWithLogits(), or leave it out"
             )
 

@@ -604,7 +604,7 @@ class Execution:
         template = self._templates[number]
         gradients, apply, names = template.cut()
         foreign = self._foreign[number]
-        rebound = [*names.carried, template.step.seed, *foreign]
+        rebound = [*names.carried, template.step.seed, template.step.scale, *foreign]
         return SplitStep(
             names,
             ShapeCache([gradients], self._capacity, rebound),
@@ -623,7 +623,7 @@ class Execution:
         Args:
             feeds: The batch, checked.
             wanted: The outputs to return.
-            instead: Values to use instead of the current running statistics and seed.
+            instead: Values to use instead of the current running statistics, seed and loss scale.
 
         Raises:
             KernelError: If the run failed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -41,6 +42,8 @@ from ortops.lora.addition import adapted, read_base
 from ortops.lora.files import with_adapter
 from ortops.lora.peft import with_peft
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
+from ortops.losses.preference import REWARD_MARGIN
+from ortops.metrics.metric import Array, Mean, StreamingMetric
 from ortops.optimizers import Adam
 from ortops.passes.rematerialization import Checkpoint
 from ortops.schedules import Schedule
@@ -48,6 +51,8 @@ from ortops.training.history import History
 from ortops.training.session import TrainingSession
 
 __all__ = ["FineTuning"]
+
+logger = logging.getLogger("ortops")
 
 _LOSS = "ortops.llm"
 """The metadata key of the loss."""
@@ -340,7 +345,7 @@ class FineTuning:
             kind = "DPO" if self._compares else "a model with an encoder"
             raise ArgumentError(f"exact_match must be False for {kind}, got True")
         if self._compares:
-            return _rewards(self.session, self._batches.of(examples, 1))
+            return _rewards(self.session, self._batches.of(examples, batch_size))
         batches = list(self._batches.of(examples, batch_size))
         found = self.session.evaluate(batches, metrics=["accuracy"])
         with np.errstate(over="ignore"):
@@ -568,15 +573,34 @@ def _adapted(
 
 
 def _rewards(session: TrainingSession, pairs: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the loss of DPO, the reward margin and the reward accuracy of batches of one pair."""
-    each = [session.evaluate(pair)["loss"] for pair in pairs]
-    with np.errstate(over="ignore", divide="ignore"):  # loss = log(1 + exp(-margin))
-        margins = -np.log(np.expm1(np.array(each, np.float64)))
-    return {
-        "loss": float(np.mean(each)),
-        "reward_margin": float(np.mean(margins)),
-        "reward_accuracy": float(np.mean(margins > 0)),
-    }
+    """Returns the loss of DPO, the reward margin and the reward accuracy of batches of pairs."""
+    algorithm = session._loaded.proto.training_info[0].algorithm
+    made = [name for node in algorithm.node for name in node.output]
+    margin = next((name for name in made if name.startswith(REWARD_MARGIN)), None)
+    metrics: list[StreamingMetric] = []
+    if margin is None:
+        logger.warning("evaluate: the file was built before margins had a name, so none is known")
+    else:
+        compared = {"output": margin, "target": session.metadata.prediction.target}
+        metrics = [_Margin(name="reward_margin", **compared)]
+        metrics += [_Preferred(name="reward_accuracy", **compared)]
+    return session.evaluate(list(pairs), metrics=metrics)
+
+
+class _Margin(Mean):
+    """The mean of the margins of pairs, which the loss computes."""
+
+    higher_is_better = True
+
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
+        self.add(outputs)
+
+
+class _Preferred(_Margin):
+    """How many of them are positive."""
+
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
+        self.add(outputs > 0)
 
 
 def _trainable(

@@ -112,8 +112,8 @@ OTHER_NAMES: Mapping[str, str] = {
         ("crossentropy", "softmaxcrossentropywithlogits", "sparsecategoricalcrossentropy"),
         "SoftmaxCrossEntropy",
     ),
-    "categoricalcrossentropy": "use 'SoftmaxCrossEntropy', whose labels are class numbers: give "
-    "labels.argmax(axis=1) in place of one-hot labels",
+    "categoricalcrossentropy": "use 'SoftmaxCrossEntropy(probabilities=True)' for one-hot or "
+    "soft labels, or 'SoftmaxCrossEntropy' for class numbers",
     "logloss": "use 'SoftmaxCrossEntropy' for classes, 'BinaryCrossEntropyWithLogits' for yes "
     "or no",
     "ce": "SoftmaxCrossEntropy",

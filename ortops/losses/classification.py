@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import number, whole_number
+from ortops.arguments import boolean, number, whole_number
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph.labels import Labels, add_labels
 from ortops.graph.tensor import Tensor, op, shape_of, zeros_like
@@ -155,18 +155,19 @@ class ClassLoss(Loss):
         order = [0, axis, *(other for other in range(1, rank or 0) if other != axis)]
         return op.Transpose(prediction, perm=order), labels
 
-    def class_factors(self, argument: str, classes_second: Tensor) -> Any:
+    def class_factors(self, argument: str, prediction: Tensor, axis: int = 1) -> Any:
         """Returns an argument with one number for each class as an array.
 
         Args:
             argument: The argument's name.
-            classes_second: The prediction, with the classes at axis 1.
+            prediction: The prediction.
+            axis: Its class axis.
 
         Raises:
             ModelError: If their count is not that of the classes, or a number overflows.
         """
-        array = _in_type(self, argument, classes_second.dtype)
-        classes = classes_second.shape[1] if classes_second.shape else None
+        array = _in_type(self, argument, prediction.dtype)
+        classes = prediction.shape[axis] if prediction.shape else None
         if isinstance(classes, int) and array.shape != (classes,):
             raise ModelError(
                 f"loss {self.name}: {argument} must have one number for each of the {classes} "
@@ -233,6 +234,11 @@ class SoftmaxCrossEntropy(_Likelihood):
     If the model ends in a Softmax, LogSoftmax or Sigmoid, the logits are the tensor before it. If
     it computes probabilities in another way, their logarithms are used as logits.
 
+    With ``probabilities``, labels are probabilities of the classes (soft or one-hot labels), of the
+    shape of the logits. Then the loss of a row is −Σ weight · probability · log p over the classes,
+    and the mean divides by the number of rows (and positions), whatever the weights are. Metrics
+    compare with the most likely class.
+
     Args:
         output: The logits, or their Softmax; the first floating-point output by default.
         target: See `Loss`.
@@ -241,10 +247,12 @@ class SoftmaxCrossEntropy(_Likelihood):
         ignore_index: A label to ignore. If all labels are ignored, the loss is 0.
         weights: A weight for each class. The loss is the weighted average; 0 if all weights are 0.
         label_smoothing: The probability mass, in [0, 1], that is spread over all classes.
+        probabilities: Whether labels are probabilities, in place of class numbers.
 
     Source:
         Schema of SoftmaxCrossEntropyLoss, ai.onnx version 13; the same as
-        torch.nn.CrossEntropyLoss of labels. Smoothing: Szegedy et al., 2016 (arXiv:1512.00567).
+        torch.nn.CrossEntropyLoss of labels, or of probabilities of classes. Smoothing: Szegedy et
+        al., 2016 (arXiv:1512.00567).
 
     Example:
         >>> from models import echo
@@ -253,12 +261,16 @@ class SoftmaxCrossEntropy(_Likelihood):
         0.3466
         >>> echo.loss_at(SoftmaxCrossEntropy(ignore_index=1), logits, labels=[0, 1])
         0.6931
+        >>> soft = SoftmaxCrossEntropy(probabilities=True)
+        >>> echo.loss_at(soft, logits, labels=[[0.5, 0.5], [0.0, 1.0]])
+        0.3466
     """
 
     not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
     label_smoothing: float = 0.0
+    probabilities: bool = False
 
     reads: ClassVar[Reads] = "logits"
 
@@ -266,9 +278,46 @@ class SoftmaxCrossEntropy(_Likelihood):
         """Checks the arguments."""
         super().__post_init__()
         check_number(self, "label_smoothing", minimum=0, maximum=1)
+        boolean(f"loss {self.name}: probabilities", self.probabilities)
+        if self.probabilities and type(self).terms is not SoftmaxCrossEntropy.terms:
+            raise ArgumentError(
+                f"loss {self.name}: probabilities must be False, because its labels are class "
+                "numbers, got True; use SoftmaxCrossEntropy"
+            )
+        if self.probabilities and self.ignore_index is not None:
+            raise ArgumentError(
+                f"loss {self.name}: ignore_index requires class numbers, got ignore_index="
+                f"{self.ignore_index!r} with probabilities=True; leave it out, and use "
+                "sample_weight= to ignore rows"
+            )
+
+    def target_type(self, prediction: Tensor) -> tuple[np.dtype[Any], Shape]:
+        """Returns int64 and the shape without the class axis, or those of probabilities."""
+        found = super().target_type(prediction)
+        return (prediction.dtype, prediction.shape) if self.probabilities else found
+
+    def note_labels(self, labels: Tensor, prediction: Tensor) -> None:
+        """Records the valid labels in the file, if they are class numbers."""
+        if not self.probabilities:
+            super().note_labels(labels, prediction)
+
+    def _of_probabilities(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Emits the loss of each row or position, for probabilities of the classes."""
+        axis = self.class_axis(prediction)
+        log_p = op.LogSoftmax(prediction, axis=axis)
+        if self.weights is not None:
+            weights = self.class_factors("weights", prediction, axis)
+            log_p = log_p * weights.reshape(-1, *(1,) * (log_p.ndim - axis - 1))
+        losses = op.ReduceSum(target * log_p, [axis], keepdims=0)
+        if self.label_smoothing:
+            spread = op.ReduceMean(log_p, [axis], keepdims=0)
+            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * spread
+        return -losses
 
     def terms(self, prediction: Tensor, target: Tensor) -> Terms:
         """Emits the loss, and the sum of the weights of the labels that count."""
+        if self.probabilities:
+            return mean_or_sum(self._of_probabilities(prediction, target), self.reduction)
         logits, labels = self.classes_second(prediction, target)
         weights = None if self.weights is None else self.class_factors("weights", logits)
         loss = op.SoftmaxCrossEntropyLoss(
@@ -292,6 +341,8 @@ class SoftmaxCrossEntropy(_Likelihood):
 
     def each(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         """Emits the loss of each label."""
+        if self.probabilities:
+            return self._of_probabilities(prediction, target), None
         logits, labels = self.classes_second(prediction, target)
         weights = None if self.weights is None else self.class_factors("weights", logits)
         losses = op.SoftmaxCrossEntropyLoss(

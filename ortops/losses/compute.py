@@ -55,6 +55,9 @@ class Prediction:
         bounded: Whether the loss reads logits that a function with bounded values, such as an
             unknown form of Sigmoid, may have computed.
         sample_weight: The input with the weights of rows, if any.
+        form: ``"numbers"`` if the loss compares numbers, whatever their kind is,
+            ``"probabilities"`` if targets are those of classes, ``"other"`` if targets that are no
+            labels have another rank; else "".
     """
 
     tensor: Tensor
@@ -67,6 +70,7 @@ class Prediction:
     shared: Mapping[str, Any] = field(default_factory=dict)
     bounded: bool = False
     sample_weight: str | None = None
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -212,9 +216,10 @@ class _Scene:
             shared = {name: getattr(loss, name) for name in loss.shared}
             # The loss is stored, so its id stays unique.
             bounded = reads == "logits" and found is None and may_be_bounded(given.value)
-            looked_at = replace(
-                looked_at, shared=shared, bounded=bounded, sample_weight=loss.sample_weight
-            )
+            form = "probabilities" if getattr(loss, "probabilities", False) is True else ""
+            form = form or "numbers" * (reads == "values" != kind)
+            looked_at = replace(looked_at, shared=shared, bounded=bounded, form=form)
+            looked_at = replace(looked_at, sample_weight=loss.sample_weight)
             self.predictions[id(loss)] = (loss, looked_at)
         return _wide(tensor), axis
 
@@ -398,7 +403,12 @@ class _Scene:
             self.added[name] = (tensor, compared)
             self.owners[name] = loss
         if looked_at is not None and looked_at.target is None:
-            self.predictions[id(loss)] = (loss, replace(looked_at, target=tensor.name))
+            form, of = looked_at.form, looked_at.tensor.shape
+            known = shape is not None and of is not None and is_float(tensor.value)
+            if known and tensor.ndim != len(of or ()):
+                form = "other"
+            looked_at = replace(looked_at, target=tensor.name, form=form)
+            self.predictions[id(loss)] = (loss, looked_at)
         return tensor
 
     def sample_weights(self, loss: Loss, name: str, dtype: Any, rows: Dim) -> Tensor:

@@ -12,7 +12,10 @@ from ortops.graph.tensor import Tensor, op, shape_of
 from ortops.losses.classification import NextToken
 from ortops.losses.loss import Loss, Sources, Terms, check_number, mean_or_sum, softplus
 
-__all__ = ["DPO"]
+__all__ = ["DPO", "REWARD_MARGIN"]
+
+REWARD_MARGIN = "reward_margin"
+"""The tensor of a training algorithm that has beta · (chosen − rejected) of each pair."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class DPO(NextToken):
         ratios = self.log_likelihood(logits, labels) - self.log_likelihood(reference, labels)
         pairs = op.Reshape(ratios, np.array([-1, 2]))
         margin = self.beta * op.Squeeze(pairs[:, :1] - pairs[:, 1:], [1])
+        margin.value.name = margin.tape.names.unique(REWARD_MARGIN)
         losses = softplus(-margin)
         if self.label_smoothing:
             losses = losses + self.label_smoothing * margin  # softplus(m) = softplus(-m) + m

@@ -48,6 +48,9 @@ class Accuracy(Mean):
         0.6667
     """
 
+    higher_is_better = True
+    fits = frozenset(("labels", "answers"))
+
     _: KW_ONLY
     threshold: float | None = None
 
@@ -87,6 +90,9 @@ class TopK(Mean):
         0.5
     """
 
+    higher_is_better = True
+    fits = frozenset(("labels",))
+
     k: int = 5
 
     def __post_init__(self) -> None:
@@ -121,7 +127,8 @@ class PerClass(StreamingMetric):
       axis 1 (or ``axis``) is missing or has size 1, else one for each column (multi-label).
 
     A class that occurs neither in predictions nor in targets is left out, as in scikit-learn; a
-    question is not. 0/0 is 0. A NaN that is not ignored makes the result NaN.
+    question is not, nor is a class that occurs only in rows of weight 0. 0/0 is 0. A NaN that is
+    not ignored makes the result NaN.
 
     Args:
         average: ``"binary"``: only the class ``positive``. ``"macro"``: the mean over classes.
@@ -131,6 +138,9 @@ class PerClass(StreamingMetric):
         positive: The positive class of ``"binary"``: 1, or 0 for the negative answer.
         threshold: The threshold of positive predictions; by default that of ``kind``.
     """
+
+    higher_is_better = True
+    fits = frozenset(("labels", "answers"))
 
     _: KW_ONLY
     average: str | None = None
@@ -152,6 +162,7 @@ class PerClass(StreamingMetric):
         self._hits: Array = np.zeros(0)
         self._answered: Array = np.zeros(0)
         self._true: Array = np.zeros(0)
+        self._seen: Array = np.zeros(0)  # how often classes occur, whatever the weights are
         self._counted: float = 0.0
         self._undefined: bool = False
         self._form: str = ""
@@ -185,9 +196,10 @@ class PerClass(StreamingMetric):
         most = max(int(answers.max(initial=-1)), int(labels.max(initial=-1))) + 1
         size = max(classes, most, len(self._hits))
         found = [np.bincount(each, weights, size) for each in (answers, labels)]
+        seen = np.bincount(answers, minlength=size) + np.bincount(labels, minlength=size)
         right = answers == labels
         hits = np.bincount(labels[right], None if weights is None else weights[right], size)
-        self._add(hits, *found)
+        self._add(seen, hits, *found)
 
     def _add_questions(self, outputs: Array, targets: Array, weights: Array | None) -> None:
         shares = np.ones(targets.shape) if weights is None else weights
@@ -207,15 +219,15 @@ class PerClass(StreamingMetric):
         if answers.shape[1] == 1 and self.positive == 0:
             answers, truths = ~answers, ~truths
         counted = ((each & kept) * shares for each in (answers & truths, answers, truths))
-        self._add(*(each.sum(axis=0) for each in counted))
+        self._add(np.ones(answers.shape[1]), *(each.sum(axis=0) for each in counted))
         self._counted += float((kept * shares).sum())
 
-    def _add(self, hits: Array, answered: Array, true: Array) -> None:
+    def _add(self, seen: Array, hits: Array, answered: Array, true: Array) -> None:
         if len(self._hits) < len(hits):
             more = (0, len(hits) - len(self._hits))
-            self._hits, self._answered, self._true = (
-                np.pad(each, more) for each in (self._hits, self._answered, self._true)
-            )
+            held = (self._hits, self._answered, self._true, self._seen)
+            self._hits, self._answered, self._true, self._seen = (np.pad(e, more) for e in held)
+        self._seen += seen
         self._hits += hits
         self._answered += answered
         self._true += true
@@ -234,8 +246,7 @@ class PerClass(StreamingMetric):
         """Returns the value of each class or question; NaN for classes that do not occur."""
         above, below = self.fraction(self._hits, self._answered, self._true)
         found = np.divide(above, below, out=np.zeros(len(above)), where=below > 0)
-        if self._form != "questions":
-            found[self._answered + self._true == 0] = np.nan
+        found[self._seen == 0] = np.nan
         return np.full_like(found, np.nan) if self._undefined else found
 
     def result(self) -> float:

@@ -52,6 +52,9 @@ class ConfusionMatrix(StreamingMetric):
         0.6667
     """
 
+    higher_is_better = True
+    fits = frozenset(("labels", "answers"))
+
     names: Sequence[str] | None = None
     _shown_in: ConfusionMatrix | None = field(default=None, init=False, repr=False, compare=False)
 

@@ -63,6 +63,9 @@ class MeanAveragePrecision(StreamingMetric):
         array([1. , 0.7])
     """
 
+    higher_is_better = True
+    fits = frozenset(("boxes",))
+
     _: KW_ONLY
     box_format: str | None = None
     layout: str = "predictions"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from ortops.metrics.metric import (
     as_number,
     check_same_shape,
     class_rows,
+    direction,
     probabilities,
     yes_border,
 )
@@ -72,6 +73,34 @@ def mean_absolute_error(outputs: Array, targets: Array) -> float:
     return _measured(MeanAbsoluteError(), outputs, targets)
 
 
+def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function without the arguments that `functools.partial` gave it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _module(function: Callable[..., Any]) -> str:
+    return str(getattr(_whole(function), "__module__", ""))
+
+
+def _direction(function: Callable[..., Any]) -> bool | None:
+    """Returns whether more of the result of a function is better; None if that is not known."""
+    whole = _whole(function)
+    if whole is accuracy or whole is mean_absolute_error:
+        return whole is accuracy
+    for each in (function, whole):
+        own = getattr(each, "higher_is_better", None)  # as in torchmetrics
+        if isinstance(own, bool):
+            return own
+    name = str(getattr(whole, "__name__", ""))
+    if not _module(function).startswith("sklearn.metrics"):
+        return None
+    if name.endswith(("_score", "_corrcoef")):
+        return True
+    return False if name.endswith(("_loss", "_error", "_deviance")) else None
+
+
 def _measured(metric: StreamingMetric, outputs: Array, targets: Array) -> float:
     metric.update(outputs, targets)
     return metric.result()
@@ -98,14 +127,18 @@ class Function(StreamingMetric):
     it has parameters of these names, else by position. Keyword parameters ``kind`` and ``ignored``
     receive those of the metric.
 
+    More is better if the function's attribute ``higher_is_better`` says so, or its name in
+    scikit-learn: scores are maximized, losses, errors and deviances minimized.
+
     Args:
         function: The function, which returns a number. Use `functools.partial` for its own
             arguments.
         takes: What a function with scikit-learn's signature expects: ``"labels"``,
             ``"probabilities"``, ``"scores"`` or unchanged ``"values"``; by default as above.
+        higher_is_better: Whether more is better; by default as above, or not known.
 
     Raises:
-        ArgumentError: If ``function`` or ``takes`` is invalid.
+        ArgumentError: If an argument is invalid.
         OrtopsError: If the function has ``y_true``, but none of the other names, and ``takes`` is
             None.
 
@@ -120,6 +153,8 @@ class Function(StreamingMetric):
 
     function: Callable[..., Any]
     takes: str | None = None
+    _: KW_ONLY
+    higher_is_better: bool | None = None
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -128,6 +163,8 @@ class Function(StreamingMetric):
         if self.takes is not None:
             forms = ("labels", "probabilities", "scores", "values")
             choice(self.named("takes"), self.takes, forms)
+        if direction(self) is None:
+            self.higher_is_better = _direction(self.function)
         try:
             self._parameters: Mapping[str, inspect.Parameter] = inspect.signature(
                 self.function
@@ -147,10 +184,16 @@ class Function(StreamingMetric):
     @property
     def default_name(self) -> str:
         """The function's name."""
-        function = self.function
-        while isinstance(function, functools.partial):
-            function = function.func
+        function = _whole(self.function)
         return str(getattr(function, "__name__", type(function).__name__))
+
+    @property
+    def fits(self) -> frozenset[str] | None:  # type: ignore[override]
+        """See `StreamingMetric`; functions of users fit anything."""
+        whole, module = _whole(self.function), _module(self.function)
+        if whole is accuracy or module.startswith("sklearn.metrics._"):
+            return MeanAbsoluteError.fits if module.endswith("._regression") else Accuracy.fits
+        return MeanAbsoluteError.fits if whole is mean_absolute_error else None
 
     @property
     def takes_weights(self) -> bool:
@@ -231,7 +274,7 @@ class Function(StreamingMetric):
             takes = _TAKES[self._answers or ""]
             if self.default_name in _PROBABILITIES:
                 takes = "probabilities"
-            elif str(getattr(self.function, "__module__", "")).endswith("._regression"):
+            elif _module(self.function).endswith("._regression"):
                 takes = "values"
         if outputs.ndim == targets.ndim + 1:
             # `update` has moved the class axis to 1.

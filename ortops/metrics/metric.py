@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import choice, text, whole_number
+from ortops.arguments import boolean, choice, text, whole_number
 from ortops.errors import OrtopsError
 from ortops.numbers import plain
 
@@ -26,6 +26,7 @@ __all__ = [
     "check_same_shape",
     "class_rows",
     "columns",
+    "direction",
     "has_classes",
     "log_probabilities",
     "probabilities",
@@ -46,13 +47,15 @@ class StreamingMetric:
 
     Your own subclass defines `update`, `result` and `reset`. `reset` initializes the accumulators;
     it is called on construction and before each data set. If `update` has a parameter
-    ``sample_weight``, it gets the weights by which the loss averages rows, if there are any.
+    ``sample_weight``, it gets the weights by which the loss averages rows, if there are any. The
+    attribute ``higher_is_better``, True or False, tells callbacks that monitor it what is better.
 
     Arguments that are None are taken from the loss: a session fills them in, in a copy.
 
     Args:
-        output: The tensor of the model to evaluate, an output or not; by default that of the loss,
-            or of the first summand of the loss that has a target.
+        output: The tensor of the model to evaluate, an output or not; by default that of the loss.
+            Of a sum of losses, it is each one that the metric fits, and if these are several, the
+            results are called ``<name>_<output>``.
         target: The input of the loss, or of the model, to compare with; by default the target of
             the loss of that output.
         name: The name in results; by default the class name in snake_case, followed by ``output``
@@ -65,6 +68,7 @@ class StreamingMetric:
     Example:
         >>> import numpy as np
         >>> class LargestError(StreamingMetric):
+        ...     higher_is_better = False
         ...     def reset(self):
         ...         self.largest = 0.0
         ...     def update(self, outputs, targets):
@@ -87,6 +91,11 @@ class StreamingMetric:
     shared: ClassVar[frozenset[str]] = frozenset()
     """Further arguments that the loss fills in if they are None."""
 
+    fits: ClassVar[frozenset[str] | None] = None
+    """What it compares, of ``"labels"`` (class numbers), ``"answers"`` (0 and 1), ``"numbers"``,
+    ``"boxes"`` and ``"sequences"``; None for anything. Of a sum of losses, it measures each
+    prediction that it fits."""
+
     def __post_init__(self) -> None:
         """Checks the arguments and resets the state."""
         for argument in ("output", "target", "name"):
@@ -103,6 +112,11 @@ class StreamingMetric:
     def default_name(self) -> str:
         """The class name in snake_case."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    @property
+    def higher_is_better(self) -> bool | None:
+        """Whether more is better; None if that is not known. A subclass may set an attribute."""
+        return None
 
     @property
     def label(self) -> str:
@@ -243,6 +257,16 @@ def as_number(metric: StreamingMetric, value: object) -> float:
     if found is None:
         raise metric.wrong(f"the result must be a number, got {value!r:.80}")
     return float(found)
+
+
+def direction(metric: StreamingMetric) -> bool | None:
+    """Returns whether higher results of a metric are better; None if that is not known.
+
+    Raises:
+        ArgumentError: If its ``higher_is_better`` is anything else.
+    """
+    given = metric.higher_is_better
+    return None if given is None else boolean(metric.named("higher_is_better"), given)
 
 
 def yes_border(kind: str | None) -> float:

@@ -51,6 +51,9 @@ class AUC(StreamingMetric):
         statistic.
     """
 
+    higher_is_better = True
+    fits = frozenset(("labels", "answers"))
+
     _: KW_ONLY
     average: str = "macro"
     bins: int | None = None
@@ -152,6 +155,9 @@ class NDCG(Mean):
         Järvelin and Kekäläinen, 2002 (doi:10.1145/582415.582418); the same as
         sklearn.metrics.ndcg_score.
     """
+
+    higher_is_better = True
+    fits = frozenset(("numbers", "answers"))
 
     k: int | None = None
 

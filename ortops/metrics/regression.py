@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
+from ortops.arguments import choice
 from ortops.metrics.metric import Array, Mean, StreamingMetric, check_same_shape, columns
 
 __all__ = ["R2", "MeanAbsoluteError", "MeanSquaredError", "RootMeanSquaredError"]
+
+
+def _columns(
+    metric: StreamingMetric, outputs: Array, targets: Array, sample_weight: Array | None
+) -> tuple[Array, Array, Array, Array]:
+    """Returns outputs and targets in columns, which of them count, and their weights."""
+    check_same_shape(metric, outputs, targets)
+    weights = metric.weights_like(targets, sample_weight)
+    y, t = (each.astype(np.float64) for each in columns(outputs, targets, 1))
+    counted = np.ones(t.shape)
+    if metric.ignored is not None:
+        counted *= t != metric.ignored
+    kept = counted if weights is None else counted * columns(weights, targets, 1)[0]
+    return y, t, counted, kept
 
 
 @dataclass
@@ -22,6 +37,9 @@ class MeanAbsoluteError(Mean):
         >>> error.result()
         0.5
     """
+
+    higher_is_better = False
+    fits = frozenset(("numbers",))
 
     def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
@@ -56,6 +74,12 @@ class MeanSquaredError(MeanAbsoluteError):
 class RootMeanSquaredError(MeanSquaredError):
     """The square root of the mean squared error.
 
+    It is one root of the mean over all elements, as in Keras, also for several columns.
+
+    Args:
+        multioutput: ``"uniform_average"`` is the mean of the roots of the columns (axis 1; further
+            axes are rows), as scikit-learn's function has it by default.
+
     Example:
         >>> error = RootMeanSquaredError()
         >>> error.update(np.array([1.0, 2.0]), np.array([1.0, 4.0]))
@@ -63,9 +87,45 @@ class RootMeanSquaredError(MeanSquaredError):
         1.4142
     """
 
+    _: KW_ONLY
+    multioutput: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        super().__post_init__()
+        if self.multioutput is not None:
+            choice(self.named("multioutput"), self.multioutput, ("uniform_average",))
+
+    def reset(self) -> None:
+        """See `StreamingMetric`."""
+        super().reset()
+        self._totals: Array = np.zeros((2, 0))  # squares and weights of each column
+
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
+        """See `StreamingMetric`."""
+        if self.multioutput is None:
+            super().update(outputs, targets, sample_weight)
+            return
+        y, t, _, kept = _columns(self, outputs, targets, sample_weight)
+        squares = kept * np.where(kept > 0, np.square(t - y), 0)
+        found = np.stack([squares.sum(axis=0), kept.sum(axis=0)])
+        if not self._totals.size:
+            self._totals = found
+        elif self._totals.shape == found.shape:
+            self._totals = self._totals + found
+        else:
+            raise self.wrong(
+                f"batches have {self._totals.shape[1]} and {t.shape[1]} columns; the number must "
+                "be the same"
+            )
+
     def result(self) -> float:
-        """Returns the root of the mean over all batches."""
-        return math.sqrt(super().result())
+        """Returns the root of the mean over all batches, or the mean of those of the columns."""
+        if self.multioutput is None:
+            return math.sqrt(super().result())
+        if not self._totals.size or not self._totals[1].all():
+            return math.nan
+        return float(np.sqrt(self._totals[0] / self._totals[1]).mean())
 
 
 @dataclass
@@ -87,20 +147,18 @@ class R2(StreamingMetric):
         Chan, Golub and LeVeque, 1983 (doi:10.1080/00031305.1983.10483115), for adding batches.
     """
 
+    higher_is_better = True
+    fits = frozenset(("numbers",))
+
     def reset(self) -> None:
         """See `StreamingMetric`."""
         self._seen: bool = False
 
     def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
-        check_same_shape(self, outputs, targets)
-        weights = self.weights_like(targets, sample_weight)
-        y, t = (each.astype(np.float64) for each in columns(outputs, targets, 1))
+        y, t, counted, kept = _columns(self, outputs, targets, sample_weight)
         if not t.size:
             return
-        kept = np.ones(t.shape) if self.ignored is None else (t != self.ignored).astype(np.float64)
-        if weights is not None:
-            kept = kept * columns(weights, targets, 1)[0]
         if not self._seen:
             self._rows, self._count, self._mean, self._spread, self._error = np.zeros(
                 (5, t.shape[1])
@@ -112,7 +170,7 @@ class R2(StreamingMetric):
                 f"batches have {len(self._count)} and {t.shape[1]} columns; the number must be the "
                 "same"
             )
-        self._rows += (kept > 0).sum(axis=0)
+        self._rows += counted.sum(axis=0)
         self._error += (kept * np.where(kept > 0, np.square(t - y), 0)).sum(axis=0)
         # Relative to the first target, so that equal targets have a spread of exactly 0.
         shifted = np.where(kept > 0, t - self._origin, 0)

@@ -36,6 +36,9 @@ class Perplexity(Mean):
         8.0
     """
 
+    higher_is_better = False
+    fits = frozenset(("labels",))
+
     def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
         scores, labels = class_rows(self, outputs, targets)
@@ -79,6 +82,9 @@ class EditDistance(StreamingMetric):
     Source:
         Levenshtein, 1966; Graves et al., 2006 (doi:10.1145/1143844.1143891), best path decoding.
     """
+
+    higher_is_better = False
+    fits = frozenset(("sequences",))
 
     _: KW_ONLY
     blank: int | None = None

@@ -88,6 +88,7 @@ class PredictionNote:
         bounded: Whether the loss reads logits that may come from a function with bounded values.
         sample_weight: The input with the weights of rows, or "".
         box_format: What the four numbers of boxes are, or "".
+        form: See `ortops.losses.Prediction`.
     """
 
     tensor: str = ""
@@ -104,6 +105,7 @@ class PredictionNote:
     bounded: bool = False
     sample_weight: str = ""
     box_format: str = ""
+    form: str = ""
 
     @property
     def shared(self) -> dict[str, object]:
@@ -115,8 +117,23 @@ class PredictionNote:
         names = ("blank", "batch_first", "input_lengths", "target_lengths")
         return {name: getattr(self, name) for name in names if getattr(self, name) != ""}
 
+    def compares(self, dtype: np.dtype[Any] | None) -> str:
+        """Returns what is compared, as in `ortops.metrics.metric.StreamingMetric.fits`.
+
+        Args:
+            dtype: The type of the targets.
+        """
+        if self.box_format or self.blank is not None:
+            return "boxes" if self.box_format else "sequences"
+        if self.form == "probabilities" or (dtype is not None and dtype.kind in "iu"):
+            return "labels"
+        is_numbers = self.kind in ("values", "log_probabilities")
+        return self.form or ("numbers" if is_numbers else "answers")
+
     def targets_of(self, labels: Array) -> Array:
         """Returns what the positions of the tensor are compared with, given an input."""
+        if self.form == "probabilities":
+            return np.asarray(labels.argmax(1 if self.axis is None else self.axis))
         if not self.shifted:
             return labels
         last = np.full_like(labels[:, :1], self.ignored)
@@ -196,7 +213,7 @@ class TrainingMetadata:
         if self.schedule:
             raise OrtopsError(
                 f"schedule: the model has the schedule {self.schedule} already; set "
-                "session.learning_rate to rescale it, or build the model with a number as "
+                "session.peak_learning_rate to rescale it, or build the model with a number as "
                 "learning rate"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,9 @@ class Record:
             resumed training finishes the epoch, whose entry then replaces this one.
         interrupted: ``"SIGINT"``, ``"SIGTERM"`` or ``"SIGHUP"`` in `Callback.on_end`, if a signal
             ended training; else "".
+        accumulate: The number of batches of a step, as given to `fit`.
+        directions: For the numbers that `fit` itself puts into the history, losses and metrics,
+            whether higher is better; None if that is not known.
         stopped: The reason given to `stop`, if it was called.
 
     Example:
@@ -57,6 +61,10 @@ class Record:
     history: History
     interrupted: str = ""
     cut: bool = False
+    accumulate: int = 1
+    directions: Mapping[str, bool | None] = field(
+        default_factory=lambda: {"loss": False, "validation_loss": False}
+    )
     stopped: str = field(default="", init=False)
 
     def stop(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from ortops.metrics.metric import as_number
 from ortops.trainable.metadata import LossPart, PredictionNote, TrainingMetadata
 from ortops.trainable.step_graph import evaluation_model
 from ortops.training.data import Data, rows
-from ortops.training.feeds import Inputs
+from ortops.training.feeds import Input, Inputs
 from ortops.training.gradients import number_of
 from ortops.training.loaded_model import LoadedModel, reads
 from ortops.training.sample_weights import ClassWeight, SampleWeight, Weighed, weigh
@@ -137,6 +138,7 @@ def bind_metric(
     output: str,
     inputs: Collection[str],
     own: Collection[str],
+    head: PredictionNote | None = None,
 ) -> MetricBinding:
     """Finds out what a metric compares.
 
@@ -146,12 +148,13 @@ def bind_metric(
         output: The tensor to read if the builder wrote nothing.
         inputs: The inputs of a step.
         own: The inputs of the model.
+        head: The prediction that it measures, if there are several.
 
     Raises:
         OrtopsError: If there is no such input, or it is not known which one to compare with.
     """
     first = metadata.prediction
-    notes = [first, *metadata.predictions]
+    notes = [first, *metadata.predictions] if head is None else [head]
     if metric.output is not None:
         notes = [each for each in notes if metric.output in (each.tensor, each.output)]
     fitting = [each for each in notes if metric.target in (None, each.target)]
@@ -160,6 +163,7 @@ def bind_metric(
     known, target = tensor == note.tensor, metric.target or note.target
     if target != note.target:
         note = replace(note, ignored=None, shifted=False, target_lengths="", sample_weight="")
+        note = replace(note, form="")
     added = [name for name in inputs if name not in own]
     if not target:
         targets = {each.target for each in (first, *metadata.predictions)} - {""}
@@ -179,6 +183,52 @@ def bind_metric(
     if target not in inputs:
         raise metric.wrong(f"there is no input '{target}'; {did_you_mean(target, inputs)}")
     return MetricBinding(metric, replace(note, tensor=tensor, target=target), known)
+
+
+def heads(
+    metric: StreamingMetric, metadata: TrainingMetadata, inputs: Mapping[str, Input]
+) -> dict[str, PredictionNote]:
+    """Returns which of several predictions a metric measures, by the name of each result.
+
+    Args:
+        metric: The metric.
+        metadata: What the builder wrote about the model.
+        inputs: The inputs of a step.
+
+    Returns:
+        The predictions; nothing if there is one, or none that the metric names.
+
+    Raises:
+        ArgumentError: If it fits none of several.
+    """
+    several = {
+        (note.tensor, note.target): note
+        for note in metadata.predictions
+        if note.target in inputs
+        and metric.output in (None, note.tensor, note.output)
+        and metric.target in (None, note.target)
+    }
+    if len(several) < 2:
+        return {}
+    fitting = [
+        note
+        for note in several.values()
+        if metric.fits is None or note.compares(inputs[note.target].dtype) in metric.fits
+    ]
+    if not fitting and metric.output is None:
+        known = ", ".join(f"'{note.output or note.tensor}'" for note in several.values())
+        raise ArgumentError(
+            f"metric '{metric.label}': it fits none of the predictions {known} of the loss; name "
+            "the tensor to measure with output="
+        )
+    names = [note.output or note.tensor for note in fitting]
+    if len(fitting) < 2:
+        return dict.fromkeys([metric.label], *fitting) if fitting else {}
+    labels = [metric.label if metric.output else f"{metric.label}_{name}" for name in names]
+    return {
+        label if labels.count(label) == 1 else f"{label}_{note.target}": note
+        for label, note in zip(labels, fitting, strict=True)
+    }
 
 
 @dataclass
@@ -395,6 +445,20 @@ class Evaluator:
             found[name] = Measured(binding.begin(kinds), binding.note, output)
         return TrainingMetrics(found)
 
+    def scheduled(self, peak: float) -> float:
+        """Returns the learning rate of the next step for a peak: the same without a schedule.
+
+        Raises:
+            OrtopsError: If the schedule has no number of steps yet.
+        """
+        loaded, name = self._loaded, self._loaded.metadata.scheduled_learning_rate
+        if not name:
+            return peak
+        loaded.check_schedule("learning_rate")
+        evaluation = self._evaluation((name,), loss=False)
+        peaks = dict.fromkeys(loaded.learning_rates(), np.array(peak, np.float32))
+        return number_of(self._run(evaluation, peaks, ema=False)[evaluation.tensors[name]])
+
     def row_axis(self, name: str) -> int:
         """Returns the axis of a tensor of the model along which `predict` joins batches.
 
@@ -409,13 +473,30 @@ class Evaluator:
         return self._evaluation((name,), loss=False).row_axis(name) or 0
 
     def bind(self, metrics: Mapping[str, StreamingMetric]) -> dict[str, MetricBinding]:
-        """Finds out what each of some metrics compares."""
+        """Finds out what each of some metrics compares, by the names of their results.
+
+        Raises:
+            ArgumentError: If a metric fits none of several predictions, or two have one name.
+            OrtopsError: If it is not known what a metric compares.
+        """
         loaded, graph = self._loaded, self._loaded.proto.graph
         own, first = {value.name for value in graph.input}, graph.output[0].name
-        return {
-            name: bind_metric(metric, loaded.metadata, first, loaded.inputs, own)
-            for name, metric in metrics.items()
-        }
+        found: dict[str, MetricBinding] = {}
+        for name, metric in metrics.items():
+            measured = heads(metric, loaded.metadata, loaded.inputs)
+            for label, head in measured.items() or [(name, None)]:
+                if label in found:
+                    raise ArgumentError(
+                        f"metric '{label}': this is also the name of another metric; rename one "
+                        "with name="
+                    )
+                each = metric
+                if label != name:
+                    each = copy.copy(metric)
+                    each.name = label
+                bound = bind_metric(each, loaded.metadata, first, loaded.inputs, own, head)
+                found[label] = bound
+        return found
 
     def _batches(
         self,

@@ -794,7 +794,10 @@ def _remedy(value: Input, given: object, labels: Sequence[Labels]) -> str:
     for axis in (array.ndim - 1, 1):  # where Keras and PyTorch have classes
         of_classes = array.shape[axis] == (labels[0].classes or array.shape[axis])
         if of_classes and np.allclose(array.astype(np.float64).sum(axis), 1, atol=1e-3):
-            return f"they look one-hot: give {value.name}.argmax(axis={axis})"
+            return (
+                f"they look like probabilities of classes: use the loss "
+                f"SoftmaxCrossEntropy(probabilities=True), or give {value.name}.argmax(axis={axis})"
+            )
     return ""
 
 

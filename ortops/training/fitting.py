@@ -64,6 +64,7 @@ class Trainer(Protocol):
     """The interface of a session that the loop uses."""
 
     learning_rate: float
+    peak_learning_rate: float
     resume_state: ResumeState
 
     @property
@@ -85,8 +86,8 @@ class Trainer(Protocol):
     def loss_names(self) -> list[str]:
         """Returns the names of the loss and its parts."""
 
-    def target(self, metrics: Mapping[str, StreamingMetric]) -> str:
-        """Returns the input that metrics compare outputs with."""
+    def directions(self, metrics: Mapping[str, StreamingMetric]) -> dict[str, bool | None]:
+        """Returns whether higher results of metrics are better."""
 
     def training_metrics(self, metrics: Mapping[str, StreamingMetric]) -> TrainingMetrics:
         """Returns metrics that read the outputs of training steps."""
@@ -211,7 +212,7 @@ def fit(
     validated = validation is not None or split > 0
     limits = checked_limits(validate_every, max_steps, max_minutes, validated=validated)
     measures = boolean("train_metrics", train_metrics)
-    _check(trainer, validated or measures, metrics, schedule, callbacks)
+    computed = _check(trainer, validated or measures, metrics, schedule, callbacks)
     measured = _measured(trainer, strategy, metrics) if measures else None
     detects = boolean("detect_anomaly", detect_anomaly)
     anomalies = _anomalies(trainer, strategy) if detects else None
@@ -248,6 +249,7 @@ def fit(
     loop = _Loop(trainer, strategy, source, validation, metrics, schedule, callbacks, position)
     loop.limits, loop.measured = limits, measured
     loop.anomalies = anomalies
+    loop.directions = _directions(trainer, computed, validated=validated, measured=measures)
     strategy.show(measured.outputs if measured else [])
     if begun is not None and epochs > planned and strategy.leads:
         _warn_if_schedule_ends(trainer, position, max_steps)
@@ -329,8 +331,8 @@ def _check(
     metrics: Sequence[str | Metric],
     schedule: Callable[[float], float] | None,
     callbacks: Sequence[Callback],
-) -> None:
-    """Checks those arguments of `fit` that are objects."""
+) -> dict[str, bool | None]:
+    """Checks those arguments of `fit` that are objects, and returns the directions of metrics."""
     if not isinstance(callbacks, Sequence):
         raise ArgumentError(f"callbacks must be a list of callbacks, got {callbacks!r:.80}")
     if schedule is not None:
@@ -343,15 +345,34 @@ def _check(
             )
     trainer.loss_names()
     chosen = metric_functions.resolve(metrics)
-    if chosen:
-        if not validated:
-            raise OrtopsError(
-                f"metrics: '{next(iter(chosen))}' is computed on validation data; give "
-                "validation= or validation_split=, or train_metrics=True, or use evaluate"
-            )
-        trainer.target(chosen)
+    if chosen and not validated:
+        raise OrtopsError(
+            f"metrics: '{next(iter(chosen))}' is computed on validation data; give "
+            "validation= or validation_split=, or train_metrics=True, or use evaluate"
+        )
     if schedule is not None:
         trainer.metadata.refuse_second_schedule()
+    return trainer.directions(chosen)
+
+
+def _directions(
+    trainer: Trainer, metrics: Mapping[str, bool | None], *, validated: bool, measured: bool
+) -> dict[str, bool | None]:
+    """Returns the losses and metrics in the history, each with whether higher is better.
+
+    Args:
+        trainer: The session.
+        metrics: The metrics.
+        validated: Whether they are computed on validation data.
+        measured: Whether they are computed on the training data.
+    """
+    parts = [part.name for part in trainer.metadata.losses]
+    losses = ["loss", *(parts if len(parts) > 1 else [])]
+    known = {**dict.fromkeys(losses, False), **metrics}
+    found = {name: more for name, more in known.items() if measured or name in losses}
+    if validated:
+        found |= {f"validation_{name}": more for name, more in known.items()}
+    return found
 
 
 def _first_position(trainer: Trainer, call: FitArguments, begun: Position | None) -> Position:
@@ -386,6 +407,7 @@ class _Loop:
         limits: When validation is due within an epoch, and when training ends.
         measured: The metrics of training, if any.
         anomalies: What explains values that are not finite, if asked for.
+        directions: See `Record`.
     """
 
     progress = True
@@ -416,6 +438,7 @@ class _Loop:
             called, key=lambda each: each.saves and not _defines(each, "on_save")
         )
         self.position = position
+        self.directions: Mapping[str, bool | None] = {}
         self.entries = Entries(position.epoch_state.history)
         self.history = self.entries.history
         self.validations = Entries(History(position.epoch_state.validations.history))
@@ -942,6 +965,8 @@ class _Loop:
             history=self.results() if epoch_state.cut else self.history,
             interrupted=self.interruption.name,
             cut=self._cut,
+            accumulate=epoch_state.call.accumulate,
+            directions=self.directions,
         )
 
 

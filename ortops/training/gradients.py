@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,7 @@ from ortops.training.feeds import fitted_array
 __all__ = [
     "Accumulation",
     "Gradients",
+    "Origin",
     "Summand",
     "check_gradients",
     "collect",
@@ -67,10 +70,28 @@ class Summand:
     counter: str = ""
 
 
+class Origin(NamedTuple):
+    """Where gradients were computed.
+
+    Attributes:
+        entry: The name of the training_info entry.
+        session: The process and the variables.
+        weights: The numbers of the steps and assignments that had changed the weights.
+        parts: A number for each batch of which they are the gradients.
+    """
+
+    entry: str
+    session: tuple[int, int]
+    weights: tuple[int, int]
+    parts: frozenset[int]
+
+
 class Gradients(Mapping[str, Array]):
     """The gradients of a batch by parameter, as `ortops.TrainingSession.gradients` returns them.
 
     They are the gradients of `loss`: not scaled, not clipped, and float32 for 16-bit parameters.
+    ``first + second`` are those of both batches together, with the loss of both (see
+    `Accumulation`); the outputs are those of the second one.
 
     Attributes:
         flat: 1-d arrays, one for each type, of which all gradients are views. They can be changed
@@ -83,6 +104,9 @@ class Gradients(Mapping[str, Array]):
             and other values of the batch that the update reads.
         part: The number of earlier parts of the same batch (see
             `ortops.TrainingSession.gradients`).
+        overflowed: Whether they overflow in float16 at the present loss scale, and were computed
+            with a lower one. `apply` skips the update and lowers the scale, as `step` does; a dict
+            of them is applied.
     """
 
     def __init__(
@@ -93,7 +117,9 @@ class Gradients(Mapping[str, Array]):
         *,
         couples: str = "",
         part: int = 0,
+        origin: Origin | None = None,
     ) -> None:
+        self._origin = origin
         self._arrays = found.gradients
         self._loss = loss
         self._couples = couples
@@ -103,6 +129,7 @@ class Gradients(Mapping[str, Array]):
         self.summands = list(summands)
         self.count = next((s.count for s in self.summands if not s.is_sum), 1.0)
         self.part = part
+        self.overflowed = False
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._arrays:
@@ -118,6 +145,65 @@ class Gradients(Mapping[str, Array]):
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}: {list(array.shape)}" for name, array in self.items())
         return f"Gradients(loss={self.loss:g}, count={self.count:g}, {shapes})"
+
+    def __add__(self, other: object) -> Gradients:
+        if not isinstance(other, Gradients):
+            return NotImplemented
+        total = Accumulation(self._copied())
+        total.add(other._copied())
+        result = total.result()
+        result.part = max(other.part, self.part + 1)
+        return result
+
+    def __radd__(self, other: object) -> Gradients:  # what `sum` begins with
+        return self if isinstance(other, int) and not other else NotImplemented
+
+    def _copied(self) -> Gradients:
+        """Returns a copy whose arrays can be changed."""
+        result = copy.copy(self)
+        result.flat = [flat.copy() for flat in self.flat]
+        result._arrays = {}
+        for name, array in self._arrays.items():
+            place = next(i for i, flat in enumerate(self.flat) if flat.dtype == array.dtype)
+            begin = (array.ctypes.data - self.flat[place].ctypes.data) // array.itemsize
+            copied = result.flat[place][begin : begin + array.size]
+            result._arrays[name] = copied.reshape(array.shape)
+        result.outputs, result.statistics = dict(self.outputs), dict(self.statistics)
+        return result
+
+    def _join(self, other: Gradients) -> None:
+        """Notes that the gradients of further batches are added.
+
+        Raises:
+            ArgumentError: If those are of another entry or other weights, or contain a batch of
+                these.
+        """
+        own, others = self._origin, other._origin
+        names = [each.name for each in self.summands], [each.name for each in other.summands]
+        shapes = ({n: array.shape for n, array in each.items()} for each in (self, other))
+        if own is None or others is None:
+            return
+        if own.entry != others.entry:
+            raise ArgumentError(
+                f"gradients: those of the entry '{others.entry}' cannot be added to those of the "
+                f"entry '{own.entry}'; apply each with entry="
+            )
+        if operator.ne(*shapes) or operator.ne(*names):
+            raise ArgumentError(
+                "gradients: they are of other weights or another loss, so they cannot be added; "
+                "give two of the same training"
+            )
+        if own.session == others.session and own.weights != others.weights:
+            raise ArgumentError(
+                "gradients: the weights have changed between the two, by a step or because they "
+                "were set, so they cannot be added; compute all parts before `apply`"
+            )
+        if own.parts & others.parts and own.parts != others.parts:
+            raise ArgumentError(
+                "gradients: one of the two contains the other's batch already, as after= adds "
+                "what it is given; apply the sum that `gradients` returned"
+            )
+        self._origin = own._replace(parts=own.parts | others.parts)
 
     @property
     def loss(self) -> float:
@@ -181,7 +267,7 @@ class Accumulation:
         >>> ones = np.ones((3, 1), np.float32)
         >>> first = session.gradients({"x": ones[:2], "targets": ones[:2]})
         >>> total = Accumulation(first)
-        >>> total.add(session.gradients({"x": ones[2:], "targets": 4 * ones[2:]}, after=first))
+        >>> total.add(session.gradients({"x": ones[2:], "targets": 4 * ones[2:]}))
         >>> result = total.result()
         >>> result.loss, result.count, float(result["w"][0, 0])
         (6.0, 3.0, -4.0)
@@ -214,11 +300,13 @@ class Accumulation:
         """Adds the gradients of another part, which are changed.
 
         Raises:
+            ArgumentError: If they are of another entry or other weights.
             OrtopsError: If the summands of a sum of losses have different ratios of counts in this
                 part, so that a common weight does not exist.
         """
         total = self._total
         whole = self._whole
+        total._join(gradients)
         for summand, count in zip(gradients.summands, self._counts, strict=True):
             before = self._counts[whole]
             fits = self._shared or math.isclose(summand.count * before, count * gradients.count)
@@ -242,6 +330,7 @@ class Accumulation:
         ]
         total.outputs, total.statistics = gradients.outputs, gradients.statistics
         total.part = gradients.part
+        total.overflowed |= gradients.overflowed
         total.loss = math.nan
 
     def reduce(self, sum_over: Callable[[Array], object], more: Array) -> Array:
@@ -348,6 +437,7 @@ def collect(
     shown: Container[str],
     couples: str,
     part: int,
+    origin: Origin,
 ) -> Gradients:
     """Returns gradients with the information of the outputs about the loss.
 
@@ -359,6 +449,7 @@ def collect(
         shown: The outputs to keep in addition to the loss.
         couples: Why rows depend on each other; empty if they do not.
         part: See `Gradients`.
+        origin: Where they were computed.
     """
     outputs = found.outputs
     kept = {name: array for name, array in outputs.items() if name == loss or name in shown}
@@ -378,7 +469,8 @@ def collect(
                 each.count,
             )
         )
-    return Gradients(replace(found, outputs=kept), loss, summands, couples=couples, part=part)
+    kept_found = replace(found, outputs=kept)
+    return Gradients(kept_found, loss, summands, couples=couples, part=part, origin=origin)
 
 
 def check_gradients(given: Mapping[str, npt.ArrayLike], layout: Layout) -> dict[str, Array]:

@@ -103,12 +103,14 @@ class Usage:
     Attributes:
         operation: The public method that holds the lock; "" if none does.
         assigned: The number of calls of `assign`.
+        weights: The number of those that set weights which are trained.
         on_assign: A function that is called with the values that `assign` has set.
         constants: The weights that are not trained and were set: inputs of a step, like variables.
     """
 
     operation: str = ""
     assigned: int = 0
+    weights: int = 0
     on_assign: Callable[[Mapping[str, Array]], object] | None = None
     constants: list[str] = dataclasses.field(default_factory=list)
 
@@ -413,6 +415,7 @@ class LoadedModel:
 
     def _assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
         self.usage.assigned += 1  # first: `saved_in` never names a file with other values
+        self.usage.weights += not arrays.keys().isdisjoint(self.trained().values())
         self.execution.assign(arrays, steps_made=steps_made)
         if self.usage.on_assign is not None:
             self.usage.on_assign(arrays)
@@ -446,11 +449,13 @@ class LoadedModel:
             (0, [])
         """
         before, made = dict(self.state), self.execution.steps_made
+        weights = self.usage.weights
         position = self.resume_state.position
         try:
             yield
         finally:
             self.assign(before, steps_made=made)
+            self.usage.weights = weights
             self.resume_state.set(position)
 
     @property
@@ -510,16 +515,34 @@ class LoadedModel:
                 )
         self.state.assign({trained[name]: array for name, array in arrays.items()})
 
-    def set_learning_rate(self, value: float) -> None:
-        """Sets the learning rate of the first entry."""
+    def check_schedule(self, where: str) -> None:
+        """Raises an error if a schedule has no number of steps.
+
+        Args:
+            where: What needs it, for the message.
+
+        Raises:
+            OrtopsError: If `fit` has not set it.
+        """
+        for metadata in self.metadata_of_entries:
+            name = metadata.schedule_steps
+            if name in self.execution.variables and not int(self.execution.present(name)) > 0:
+                raise OrtopsError(
+                    f"{where}: the schedule {metadata.schedule} has no number of steps; fit sets "
+                    f"it to those of the training. Or set session.state['{name}'], or build the "
+                    "model with steps= of the schedule"
+                )
+
+    def set_learning_rate(self, value: float, factor: float = 1.0) -> None:
+        """Sets the learning rate of the first entry, which a schedule multiplies by a factor."""
         try:
-            accepted = 0 <= float(value) <= float(np.finfo(np.float32).max)
+            accepted = 0 <= float(value) / factor <= float(np.finfo(np.float32).max)
         except (TypeError, ValueError, OverflowError):
             accepted = False
         if not accepted:
             raise ArgumentError(f"learning_rate must be a finite number >= 0, got {value!r}")
         for name in self.learning_rates():
-            self.state[name] = np.asarray(value, self.state[name].dtype)
+            self.state[name] = np.asarray(float(value) / factor, self.state[name].dtype)
 
     def learning_rates(self) -> list[str]:
         """Returns the variables that hold a learning rate of the first entry.

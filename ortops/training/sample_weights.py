@@ -146,10 +146,12 @@ def _label_input(metadata: TrainingMetadata, inputs: Inputs, name: str) -> tuple
             f"{', '.join(map(repr, targets))}; use weights= of a loss"
         )
     note, has_labels = notes[0], inputs.has_labels(notes[0].target)
-    if not has_labels and note.kind not in ("logits", "probabilities"):
-        what = f"'{note.target}' has other numbers" if note.target else "it has no target"
+    is_soft = note.form == "probabilities"
+    if is_soft or (not has_labels and note.kind not in ("logits", "probabilities")):
+        what = f"'{note.target}' has {'probabilities' if is_soft else 'other numbers'}"
         raise ArgumentError(
-            f"class_weight needs a loss that compares with classes, but {what}; use sample_weight="
+            "class_weight needs a loss that compares with classes, but "
+            f"{what if note.target else 'it has no target'}; use sample_weight="
         )
     return note.target, not has_labels
 

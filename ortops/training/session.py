@@ -24,6 +24,7 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.files.external import LightModel
 from ortops.losses import LossLike
 from ortops.metrics import Metric, StreamingMetric
+from ortops.metrics.metric import direction
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.other_names import ARGUMENTS_OF_DATA, ARGUMENTS_OF_FIT, explains_arguments
 from ortops.passes.rematerialization import Checkpoint
@@ -636,8 +637,14 @@ class TrainingSession:
         """Returns the names of the loss and, if there are several, of its summands."""
         return self._loaded.loss_names()
 
-    def target(self, metrics: Mapping[str, StreamingMetric]) -> str:
-        """Returns the input that the first of some metrics compares outputs with.
+    def directions(self, metrics: Mapping[str, StreamingMetric]) -> dict[str, bool | None]:
+        """Returns the results of metrics by name, each with whether higher is better.
+
+        Args:
+            metrics: Metrics by name.
+
+        Returns:
+            True or False; None if it is not known.
 
         Raises:
             OrtopsError: If it is not known what a metric compares.
@@ -645,10 +652,11 @@ class TrainingSession:
         Example:
             >>> from models import line
             >>> from ortops.metrics import resolve
-            >>> line.session().target(resolve(["mean_absolute_error"]))
-            'targets'
+            >>> line.session().directions(resolve(["mean_absolute_error", "r2"]))
+            {'mean_absolute_error': False, 'r2': True}
         """
-        return next(iter(self._evaluator.bind(metrics).values())).note.target
+        bound = self._evaluator.bind(metrics)
+        return {name: direction(each.metric) for name, each in bound.items()}
 
     def training_metrics(self, metrics: Mapping[str, StreamingMetric]) -> TrainingMetrics:
         """Returns metrics that read the outputs of training steps; `fit` uses them.
@@ -715,7 +723,14 @@ class TrainingSession:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step. It is part of `state` and is saved.
+        """The learning rate of the next step.
+
+        With a schedule it is `peak_learning_rate` times the schedule's factor. Setting it scales
+        the rest of the schedule, so that the next step has this rate.
+
+        Raises:
+            ArgumentError: If it is set where the schedule's factor is 0.
+            OrtopsError: If the schedule has no number of steps yet.
 
         Example:
             >>> from models import line
@@ -724,10 +739,38 @@ class TrainingSession:
             >>> session.run_steps([line.BATCH] * 2).tolist()  # the first step reaches the minimum
             [1.0, 0.0]
         """
-        return float(self.state[self._loaded.learning_rates()[0]])
+        return self._evaluator.scheduled(self.peak_learning_rate)
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
+        factor = self._evaluator.scheduled(1.0)
+        if not factor:
+            raise ArgumentError(
+                f"learning_rate cannot be {value!r:.80} now, because the schedule "
+                f"{self.metadata.schedule} multiplies it by 0 in the next step; set "
+                "peak_learning_rate, the schedule's peak"
+            )
+        self._loaded.set_learning_rate(value, factor)
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate that the schedule multiplies; without a schedule, that of each step.
+
+        It is ``learning_rate`` in `state`, and saved. Setting it scales the rest of the schedule.
+
+        Example:
+            >>> import ortops
+            >>> from models import line
+            >>> rate = ortops.schedules.polynomial(0.2, steps=4, warmup=2)
+            >>> session = line.session(optimizer=ortops.optimizers.SGD(rate))
+            >>> _ = session.step(line.BATCH)
+            >>> round(session.peak_learning_rate, 6), round(session.learning_rate, 6)
+            (0.2, 0.1)
+        """
+        return float(self.state[self._loaded.learning_rates()[0]])
+
+    @peak_learning_rate.setter
+    def peak_learning_rate(self, value: float) -> None:
         self._loaded.set_learning_rate(value)
 
     def with_trainable(
@@ -806,8 +849,8 @@ class TrainingSession:
     def learning_rates(self) -> LearningRates:
         """The learning rate of the next step of each training_info entry, by its name.
 
-        ``session.learning_rates["main"]`` is `learning_rate`. They are part of `state`, for other
-        entries as ``<name>.learning_rate``, and are saved. Setting one changes it.
+        ``session.learning_rates["main"]`` is `learning_rate`. The peaks are part of `state`, for
+        other entries as ``<name>.learning_rate``, and are saved. Setting one changes it.
 
         Example:
             >>> from models import line

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,7 +16,7 @@ from ortops.errors import ArgumentError, FeedError, OrtopsError, did_you_mean
 from ortops.trainable.metadata import LossPart
 from ortops.training.data import Feeds, rows
 from ortops.training.fitting import StepStrategy
-from ortops.training.gradients import Gradients, check_gradients, collect, numbers_of
+from ortops.training.gradients import Gradients, Origin, check_gradients, collect, numbers_of
 from ortops.training.loaded_model import LoadedModel, changes
 from ortops.uninterrupted import finished_at_exit
 
@@ -24,6 +26,8 @@ Array: TypeAlias = npt.NDArray[Any]
 
 _AT_ONCE = 64  # steps in a run
 _BETWEEN_PARTS = 0x5851F42D
+_LOWER = 8.0  # by what a loss scale is divided if gradients overflow, and the smallest one
+_LEAST_SCALE = 2.0**-24
 
 
 class Steps:
@@ -106,14 +110,16 @@ class Steps:
     ) -> Gradients:
         """Computes the gradients of a batch in training mode, and changes nothing.
 
-        ``apply(gradients(feeds))`` gives the same bits as ``step(feeds)``.
+        ``apply(gradients(feeds))`` gives the same bits as ``step(feeds)``. Gradients that overflow
+        in float16 at the present loss scale are computed with a lower one (see
+        `ortops.training.gradients.Gradients`).
 
         Args:
             feeds: A batch, as for `step`.
             outputs: The names of the outputs to compute in addition to the loss; all by default.
-            after: The gradients of the previous part, if the parts of a batch are to be applied
-                together (see `ortops.training.gradients.Accumulation`). Running statistics continue
-                from there, and Dropout draws other numbers.
+            after: The gradients of earlier parts, if the parts of a batch are to be applied
+                together. The result is the sum, as ``after + gradients(feeds)`` is, but Dropout
+                draws other numbers for each part.
             entry: The training_info entry, as for `step`; needed if there are several.
 
         Returns:
@@ -123,7 +129,9 @@ class Steps:
         Raises:
             FeedError: If the feeds do not fit.
             KernelError: If a kernel failed.
-            OrtopsError: If there is no such output.
+            ArgumentError: If ``after`` is of another entry or other weights.
+            OrtopsError: If there is no such output, or the gradients of parts do not add up (see
+                `ortops.training.gradients.Gradients`).
             UnsupportedError: If the training algorithm updates variables without a Gradient node,
                 or a step runs several training_info entries and ``entry`` is missing.
 
@@ -136,11 +144,47 @@ class Steps:
             >>> session.apply(gradients)
             >>> session.state["w"], session.steps_done
             (array([[0.5]], dtype=float32), 1)
+            >>> first = session.gradients(line.BATCH)
+            >>> session.apply(session.gradients(line.BATCH, after=first))  # a step with both
+            >>> session.state["w"], session.steps_done
+            (array([[0.75]], dtype=float32), 2)
         """
         self._check_outputs(outputs)
         if after is not None and not isinstance(after, Gradients):
             raise ArgumentError(f"after must be a result of `gradients`, got {after!r:.80}")
-        return self._gradients(self._loaded.inputs.check(feeds), outputs, after)
+        checked = self._loaded.inputs.check(feeds)
+        found = self._gradients(checked, outputs, after)
+        if self._loaded.steps[0].scale:
+            found = self._in_range(found, checked, outputs, after)
+        return found if after is None else after + found
+
+    def _in_range(
+        self,
+        found: Gradients,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        after: Gradients | None,
+    ) -> Gradients:
+        """Returns gradients that overflowed in float16 as a lower loss scale gives them.
+
+        Raises:
+            OrtopsError: If there is none.
+        """
+        scale = float(self._loaded.execution.present(self._loaded.steps[0].scale))
+        while not all(np.isfinite(flat).all() for flat in found.flat):
+            if not math.isfinite(found.loss):  # the loss says it
+                return found
+            scale /= _LOWER
+            if scale < _LEAST_SCALE:
+                wrong = next(n for n, array in found.items() if not np.isfinite(array).all())
+                raise OrtopsError(
+                    f"gradients: that of '{wrong}' is not finite at any loss scale, though the "
+                    f"loss is {found.loss:g}; look for roots, logarithms and divisions at 0, or "
+                    "convert the model to float32"
+                )
+            found = self._gradients(feeds, outputs, after, scale)
+            found.overflowed = True
+        return found
 
     @changes("gradients")
     def _gradients(
@@ -148,8 +192,9 @@ class Steps:
         feeds: Mapping[str, Array],
         outputs: Sequence[str] | None,
         after: Gradients | None,
+        scale: float | None = None,
     ) -> Gradients:
-        return self._differentiate(feeds, outputs, after)
+        return self._differentiate(feeds, outputs, after, scale)
 
     @changes("apply")
     def apply(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
@@ -179,22 +224,6 @@ class Steps:
         """
         self._update(gradients)
 
-    def _check_schedule(self) -> None:
-        """Raises an error if the schedule has no number of steps.
-
-        Raises:
-            OrtopsError: If `fit` has not set it.
-        """
-        execution = self._loaded.execution
-        for metadata in self._loaded.metadata_of_entries:
-            name = metadata.schedule_steps
-            if name and name in execution.variables and not int(execution.present(name)) > 0:
-                raise OrtopsError(
-                    f"step: the schedule {metadata.schedule} has no number of steps; fit sets it "
-                    f"to those of the training. Or set session.state['{name}'], or build the model "
-                    "with steps= of the schedule"
-                )
-
     @changes("step")
     def _reduced_step(
         self,
@@ -216,7 +245,7 @@ class Steps:
         note: Callable[[Mapping[str, Array]], object] | None = None,
     ) -> dict[str, Array]:
         execution, declared = self._loaded.execution, self._loaded.declared
-        self._check_schedule()
+        self._loaded.check_schedule("step")
         numbers = self._loaded.without_strings(feeds)
         if not declared.pending:
             return execution.step(numbers, outputs, note)
@@ -233,7 +262,7 @@ class Steps:
 
     @changes("run_steps")
     def _several_steps(self, feeds: Mapping[str, Array], count: int) -> Array:
-        self._check_schedule()
+        self._loaded.check_schedule("step")
         return self._loaded.execution.steps(feeds, count)
 
     def run_steps(self, batches: Iterable[Feeds]) -> Array:
@@ -298,17 +327,26 @@ class Steps:
         return StepStrategy(self._step, self._gradients, counts, show=self.show, entry=entry)
 
     def _differentiate(
-        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None, after: Gradients | None
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        after: Gradients | None,
+        scale: float | None = None,
     ) -> Gradients:
-        """Computes the gradients of a checked batch; see `gradients`."""
+        """Computes the gradients of a checked batch; see `gradients`.
+
+        Those that overflow in float16 are infinite, unless a lower loss scale is given.
+        """
         loaded, state = self._loaded, self._loaded.state
         (step, *others), metadata = loaded.steps, loaded.metadata
         instead: dict[str, Array] = {}
         part = 0
+        if scale is not None:
+            instead[step.scale] = np.asarray(scale, loaded.execution.present(step.scale).dtype)
         if after is not None:
             part = after.part + 1
             known = after.statistics.keys() & loaded.execution.variables.keys()
-            instead = {name: state.check(name, after.statistics[name]) for name in known}
+            instead |= {name: state.check(name, after.statistics[name]) for name in known}
         if step.seed and (part or self._rank):  # parts are far from the seeds that ranks have
             seed = int(loaded.execution.present(step.seed)) + part * _BETWEEN_PARTS + self._rank
             instead[step.seed] = np.array(seed % 2**32, np.int64)
@@ -328,16 +366,29 @@ class Steps:
             f"the batch updates the running statistic '{moved}', as in BatchNormalization, where "
             "the loss of a row depends on other rows"
         )
+        usage = loaded.usage
+        origin = Origin(
+            loaded.names[loaded.entries[0]],
+            (os.getpid(), id(usage)),
+            (loaded.execution.steps_made, usage.weights),
+            frozenset({int.from_bytes(os.urandom(8), "little")}),
+        )
         return collect(
-            found, step.loss, parts, rows(feeds), shown=chosen, couples=couples, part=part
+            *(found, step.loss, parts, rows(feeds)),
+            shown=chosen,
+            couples=couples,
+            part=part,
+            origin=origin,
         )
 
     def _update(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
         """Applies gradients; see `apply`."""
         execution, state = self._loaded.execution, self._loaded.state
-        self._check_schedule()
+        self._loaded.check_schedule("step")
         split = execution.split_step()
         arrays = check_gradients(gradients, split.layout)
+        if isinstance(gradients, Gradients) and gradients.overflowed:  # the update is skipped
+            arrays = {name: np.full_like(array, np.inf) for name, array in arrays.items()}
         carried: dict[str, Array] = {}
         given = gradients.statistics if isinstance(gradients, Gradients) else {}
         for name in split.carried:

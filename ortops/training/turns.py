@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
@@ -62,7 +63,11 @@ class LearningRates(MutableMapping[str, float]):
         return len(self._sessions)
 
     def __repr__(self) -> str:
-        return f"LearningRates({dict(self)})"
+        known: dict[str, float] = {}
+        for name, session in self._sessions.items():
+            with contextlib.suppress(OrtopsError):  # it has none, or no number of steps yet
+                known[name] = session.learning_rate
+        return f"LearningRates({known})"
 
     def _known(self, entry: str) -> Member:
         if entry not in self._sessions:
@@ -130,6 +135,15 @@ class Turns:
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
         next(iter(self._sessions.values())).learning_rate = rate
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """That of its schedule, or the learning rate."""
+        return next(iter(self._sessions.values())).peak_learning_rate
+
+    @peak_learning_rate.setter
+    def peak_learning_rate(self, rate: float) -> None:
+        next(iter(self._sessions.values())).peak_learning_rate = rate
 
     @property
     def steps_done(self) -> int:

@@ -454,13 +454,16 @@ def _apply_gradients(
     draw: Draw, session: TrainingSession, window: list[Arrays]
 ) -> dict[str, Array]:
     entry = entry_of(draw)
-    last = session.gradients(window[0], entry=entry)
     if draw.accumulate == 1:
+        last = session.gradients(window[0], entry=entry)
         session.apply(last, entry=entry)
         return last.outputs
+    only = session._only(entry)  # as `fit` does, also where gradients do not add up
+    gradients, check = only._steps.strategy().gradients, only.inputs.check
+    last = gradients(check(window[0]), outputs=None, after=None)
     total = Accumulation(last, exact=last.additive)
     for batch in window[1:]:
-        last = session.gradients(batch, after=last, entry=entry)
+        last = gradients(check(batch), outputs=None, after=last)
         total.add(last)
     result = total.result()
     session.apply(result, entry=entry)
