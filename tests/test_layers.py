@@ -55,6 +55,7 @@ WITHIN = {
     "graph": (
         *("limits", "files", "safetensors", "layer_names", "adapters", "pooling", "tensor", "edit"),
         *(
+            "faults",
             "element_types",
             "folding",
             "shapes",
