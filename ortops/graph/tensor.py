@@ -1385,7 +1385,7 @@ def _product(a: object, b: object) -> Tensor:
     return op.MatMul(a, b)
 
 
-def _known_rank(x: object) -> int:
+def _known_rank(x: Any) -> int:
     return np.ndim(x) if not isinstance(x, Tensor) else 0 if x.shape is None else x.ndim
 
 
