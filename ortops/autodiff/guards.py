@@ -67,7 +67,7 @@ def _replaces_nan(user: ir.Node, value: ir.Value) -> bool:
 def _since_softmax(value: ir.Value) -> set[ir.Value]:
     """Returns a value and those before it, up to a Softmax, with at most one product between."""
     found: set[ir.Value] = set()
-    pending = [(value, (value,), False)]
+    pending: list[tuple[ir.Value, tuple[ir.Value, ...], bool]] = [(value, (value,), False)]
     seen: set[tuple[ir.Value, bool]] = set()
     while pending:
         current, path, multiplied = pending.pop()
