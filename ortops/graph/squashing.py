@@ -559,7 +559,7 @@ def _holds_probabilities(node: ir.Node, value: ir.Value, known: _Known) -> Steps
         case "If":
             index = node.outputs.index(value)
             ends = [graph.outputs[index] for graph in inner_graphs(node)]
-            return (yield _are_squashed(ends, known))
+            return bool((yield _are_squashed(ends, known)))
         case "LpNormalization":
             return bool(attribute_values(node).get("p", 2) == 1)
         case "DequantizeLinear":
@@ -580,7 +580,7 @@ def _holds_probabilities(node: ir.Node, value: ir.Value, known: _Known) -> Steps
             return _is_number(node.inputs[0], 1) and (yield _are_squashed(node.inputs[1:], known))
         case op_type:
             averages = op_type in _AVERAGING | {"Sqrt"}
-            return averages and (yield _are_squashed(node.inputs[:1], known))
+            return averages and bool((yield _are_squashed(node.inputs[:1], known)))
 
 
 def _are_squashed(values: Iterable[ir.Value | None], known: _Known) -> Steps[bool]:
@@ -603,7 +603,7 @@ def _is_divided_by_sum(node: ir.Node) -> bool:
 def _is_average(node: ir.Node, known: _Known) -> Steps[bool]:
     """Whether a node computes the mean of probabilities, also as a sum of n, divided by n."""
     if node.op_type == "Mean":
-        return (yield _are_squashed(node.inputs, known))
+        return bool((yield _are_squashed(node.inputs, known)))
     for total, other in (tuple(node.inputs), tuple(reversed(node.inputs))):
         number = None if other is None else constant_tensor(other)
         if (
@@ -616,7 +616,7 @@ def _is_average(node: ir.Node, known: _Known) -> Steps[bool]:
         summands = _summands(total)
         count = factor if node.op_type == "Div" else 1 / factor if factor else 0.0
         if len(summands) > 1 and math.isclose(count, len(summands), rel_tol=1e-3):
-            return (yield _are_squashed(summands, known))
+            return bool((yield _are_squashed(summands, known)))
     return False
 
 

@@ -78,8 +78,11 @@ def _have_ranks(node: ir.Node, results: Sequence[Tensor]) -> bool:
 
     A number of shape [1, 1, 1] in the original nodes adds axes to a matrix, which fusions drop.
     """
-    pairs = ((old.shape, new.value.shape) for old, new in zip(node.outputs, results, strict=False))
-    return all(None in pair or len(pair[0]) == len(pair[1]) for pair in pairs)
+    for old, new in zip(node.outputs, results, strict=False):
+        shape, found = old.shape, new.value.shape
+        if shape is not None and found is not None and len(shape) != len(found):
+            return False
+    return True
 
 
 def _replace(tape: Tape, node: ir.Node, results: Sequence[Tensor]) -> None:
