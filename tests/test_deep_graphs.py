@@ -35,12 +35,9 @@ KINDS: dict[str, Repeat] = {
     "products with a weight": node("Mul", "_", "ones"),
     "products with a number": node("Mul", "_", "one"),
     "squares": node("Mul", "_", "_"),
-    "quotients": node("Div", "_", "one"),
     "maxima": node("Max", "_", "_"),
-    "sums": node("Sum", "_", "_"),
     "concatenations": node("Concat", "_", axis=1),
     "copies": node("Identity", "_"),
-    "shapes": node("Reshape", "_", "shape"),
     "Softmax": node("Softmax", "_"),
 }
 
@@ -50,7 +47,6 @@ FOUND = {
     "maxima": "probabilities",
     "concatenations": "sigmoid",
     "copies": "sigmoid",
-    "shapes": "sigmoid",
     "Softmax": "softmax",
 }
 """What the end of such a chain holds, if it is known."""
@@ -68,7 +64,6 @@ def model(repeat: Repeat, last: str = "Identity") -> onnx.ModelProto:
         "w": np.linspace(0.001, 0.002, 4, dtype=np.float32),
         "ones": np.linspace(1, 1.0001, 4, dtype=np.float32),
         "one": np.float32(1),
-        "shape": np.array([2, 4]),
     }
     read = {name for each in nodes for name in each.input}
     tensors = [numpy_helper.from_array(a, name) for name, a in arrays.items() if name in read]
