@@ -60,14 +60,15 @@ ROOMS = {
         "autodiff",
         "test_gradient test_expansion test_official_cases test_lower test_rules_registry "
         "test_rules_control_flow test_rules_sequence test_rules_elementwise test_scale "
-        "test_flex_attention test_tensor test_float_types test_onnx_node_cases",
+        "test_flex_attention test_tensor test_float_types test_onnx_node_cases test_masked_rows",
     ),
     "graph": room(
         "graph",
         "test_tensor test_shapes test_edit test_folding test_old_models test_weights "
         "test_predictions test_logits_in_parts test_fix_inputs test_untie "
         "test_weights_names test_lora test_lora_hostile test_pruning test_parameters "
-        "test_sklearn_models test_float_types test_targets test_step_graph",
+        "test_sklearn_models test_float_types test_targets test_step_graph test_faults "
+        "test_deep_graphs test_ranks",
     ),
     "graph/files": room(
         "graph/files",
@@ -80,7 +81,7 @@ ROOMS = {
         "test_max_pool test_cross_entropy test_chunked_logits test_rms_normalization "
         "test_scaled_gradients test_scaled_sums test_transposed test_rectified test_recompute "
         "test_attention_gradients test_training_recurrent test_training_shapes test_targets "
-        "test_large_models test_blocked",
+        "test_large_models test_blocked test_ranks reliability/test_groups_of_convolutions",
     ),
     "lowering": room(
         "lowering.py inference.py custom_ops.py backend.py transpose_optimizer.py",

@@ -55,6 +55,7 @@ WITHIN = {
     "graph": (
         *("limits", "files", "safetensors", "layer_names", "adapters", "pooling", "tensor", "edit"),
         *(
+            "faults",
             "element_types",
             "folding",
             "shapes",
@@ -84,7 +85,7 @@ WITHIN = {
         *("optimizer", "gradient_descent", "squares", "moments", "variants", "sign", "layerwise"),
         *("factored", "orthogonal", "schedule_free", "prodigy", "quantized", "__init__"),
     ),
-    "autodiff": ("registry", "backward", "gradient_node", "grad", "expansion", "rules"),
+    "autodiff": ("guards", "registry", "backward", "gradient_node", "grad", "expansion", "rules"),
     "derivatives": (
         *("builder", "formulas", "casadi_files", "batching", "vmap", "per_sample", "__init__"),
     ),

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
+from ortops.autodiff.guards import guarded_values, without_nan
 from ortops.autodiff.registry import (
     Cotangents,
     Definition,
@@ -44,6 +45,7 @@ class Site:
         active: The values whose cotangents are needed.
         asked_by: The node that requests the gradient, for messages.
         rules: The rules.
+        guarded: The values whose NaN the model replaces.
     """
 
     tape: Tape
@@ -52,6 +54,7 @@ class Site:
     active: set[ir.Value]
     asked_by: str
     rules: Rules
+    guarded: Container[ir.Value] = ()
 
 
 def backward(
@@ -86,6 +89,7 @@ def backward(
     stops = {*xs, *cut}
     path = nodes_between(nodes, stops, seeds)
     active = rules.active_values(path, xs)
+    guarded = guarded_values(path)
     cotangents = {y: [seed] for y, seed in seeds.items() if y in active}
 
     @functools.cache
@@ -98,7 +102,7 @@ def backward(
         tape.scope = f"{outer}{node.name or node.op_type}/"
         g = tuple(None if value in stops else total(value) for value in node.outputs)
         if any(part is not None for part in g):
-            for value, cotangent in _pass(Site(tape, node, g, active, asked_by, rules)):
+            for value, cotangent in _pass(Site(tape, node, g, active, asked_by, rules, guarded)):
                 cotangents.setdefault(value, []).append(cotangent)
     tape.scope = outer
     return [total(value) for value in xs]
@@ -163,8 +167,8 @@ def _through_rule(at: Site, rule: Rule, attributes: Mapping[str, Any]) -> Cotang
     tape, node, g = at.tape, at.node, at.g
     for index in rule.needs:
         _require_output(tape, node, index)
-    outputs = tuple(_tensor(tape, value) for value in node.outputs)
-    inputs = tuple(_tensor(tape, value) for value in node.inputs)
+    outputs = tuple(_read(at, value) for value in node.outputs)
+    inputs = tuple(_read(at, value) for value in node.inputs)
     if at.rules.rearranges(node):  # quantized tensors have floating-point cotangents
         outputs, inputs = (
             tuple(None if x is None else _real(x, at) for x in some) for some in (outputs, inputs)
@@ -176,6 +180,12 @@ def _through_rule(at: Site, rule: Rule, attributes: Mapping[str, Any]) -> Cotang
         first = (at.rules, *first)
     returned: Cotangents = rule.function(*first, *inputs, **attributes)
     return returned
+
+
+def _read(at: Site, value: ir.Value | None) -> Tensor | None:
+    """Returns what a rule reads in place of a value of the forward pass."""
+    x = _tensor(at.tape, value)
+    return without_nan(x) if x is not None and value in at.guarded else x
 
 
 def _through_definition(at: Site, rule: Definition, attributes: Mapping[str, Any]) -> Cotangents:

@@ -16,6 +16,7 @@ from ortops.graph import convert
 from ortops.graph.adapters import Adapter, adapter_of
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, read_inputs
+from ortops.graph.faults import write_vector_first
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.shapes import infer_shapes
@@ -173,6 +174,7 @@ def prepare_for_training(
     chosen.floats = {n: graph.initializers[n] for n in chosen.floats if n in graph.initializers}
     chosen.trained = {name: graph.initializers[name] for name in chosen.trained}
     names, visible = _names(graph, result.proto)
+    visible.update(write_vector_first(result.proto.graph, graph))
     for name in place.taken:
         names.take(name)
     return Prepared(

@@ -16,7 +16,14 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from ortops.graph.edit import ELEMENTWISE, ancestor_nodes, copy_node, remove_unread
+from ortops.graph.edit import (
+    ELEMENTWISE,
+    Steps,
+    ancestor_nodes,
+    copy_node,
+    remove_unread,
+    unrolled,
+)
 from ortops.graph.tensor import Tape, constant_tensor, op
 from ortops.lowering import TRAINING_DOMAIN, Keep, lower_optimizers
 from ortops.optimizers import OPERATORS
@@ -223,9 +230,10 @@ class _Component:
         for index, leaf in enumerate(self.leaves()):
             numbers[leaf] = (index, leaf.dtype, leaf in self.targets.values())
         lines: list[object] = []
+        scalars = _Scalars()
         for position, node in enumerate(self.nodes):
             read = [
-                None if v is None else _scalar_key(v) if is_scalar(v) else numbers[v]
+                None if v is None else scalars.number(v) if is_scalar(v) else numbers[v]
                 for v in node.inputs
             ]
             lines.append((*_kind(node), *read))
@@ -234,7 +242,7 @@ class _Component:
                 role = None if variable is None else numbers[variable]
                 numbers[value] = (position, index, role)
                 lines.append((value.dtype, numbers[value]))
-        return tuple(lines)
+        return tuple(lines), tuple(scalars.known)
 
 
 class _Outputs:
@@ -404,28 +412,47 @@ def _kind(node: ir.Node) -> tuple[object, ...]:
     return node.domain, node.op_type, *attributes
 
 
-def _scalar_key(value: ir.Value) -> object:
-    """Returns a key that is equal only for scalars that are equal in every run.
+class _Scalars:
+    """Numbers scalars, with one number for all that are equal in every run.
 
     Computations between scalars may include short tensors that are computed from them and summed.
+
+    Attributes:
+        known: What computes each number from others, in order.
     """
-    constant = constant_tensor(value)
-    if constant is not None:
-        return value.dtype, *constant.shape, constant.numpy().tobytes()
-    node = value.producer()
-    if node is None or not node.inputs:
-        return value
-    is_standard = node.domain == ""
-    if is_standard and node.op_type not in _OF_SCALARS:
-        return value
-    count = _SHORT if is_standard else 1
-    if not all(read is None or _has_at_most(count, read) for read in node.inputs):
-        return value
-    return (
-        *_kind(node),
-        value.index(),
-        *(None if read is None else _scalar_key(read) for read in node.inputs),
-    )
+
+    def __init__(self) -> None:
+        self.known: dict[object, int] = {}
+        self._numbers: dict[ir.Value, int] = {}
+
+    def number(self, value: ir.Value) -> int:
+        """Returns the number of a scalar."""
+        return unrolled(self._number(value))
+
+    def _number(self, value: ir.Value) -> Steps[int]:
+        if value not in self._numbers:
+            key = yield self._key(value)
+            self._numbers[value] = self.known.setdefault(key, len(self.known))
+        return self._numbers[value]
+
+    def _key(self, value: ir.Value) -> Steps[object]:
+        constant = constant_tensor(value)
+        if constant is not None:
+            return value.dtype, *constant.shape, constant.numpy().tobytes()
+        node = value.producer()
+        if node is None or not node.inputs:
+            return value
+        is_standard = node.domain == ""
+        if is_standard and node.op_type not in _OF_SCALARS:
+            return value
+        count = _SHORT if is_standard else 1
+        if not all(read is None or _has_at_most(count, read) for read in node.inputs):
+            return value
+        key = [*_kind(node), value.index()]
+        for read in node.inputs:
+            number = None if read is None else (yield self._number(read))
+            key.append(number)
+        return tuple(key)
 
 
 def _saves_work(members: Sequence[_Component]) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import onnx_ir as ir
 
@@ -13,6 +13,7 @@ __all__ = [
     "ELEMENTWISE",
     "MOVES",
     "RANDOM",
+    "Steps",
     "all_nodes",
     "ancestor_nodes",
     "attribute_value",
@@ -35,6 +36,7 @@ __all__ = [
     "remove_unread",
     "replace_value",
     "take_place",
+    "unrolled",
 ]
 
 ELEMENTWISE = frozenset(
@@ -57,7 +59,40 @@ RANDOM = ("Bernoulli", "Dropout", "Multinomial", "Random")
 
 _GRAPH, _GRAPHS = ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS
 
+_T = TypeVar("_T")
+
+Steps: TypeAlias = Generator["Steps[Any]", Any, _T]
+"""A function that yields calls of such functions in place of calling them; see `unrolled`."""
+
 # ---------------------------------------------------------------------------------------- reading
+
+
+def unrolled(call: Steps[_T]) -> _T:
+    """Runs a recursive function without Python's recursion: graphs may be deeper than its limit.
+
+    Example:
+        >>> def depth(value: ir.Value) -> Steps[int]:
+        ...     node = value.producer()
+        ...     return 0 if node is None else 1 + (yield depth(node.inputs[0]))
+        >>> value = ir.Value()
+        >>> for _ in range(5000):
+        ...     (value,) = ir.Node("", "Neg", [value]).outputs
+        >>> unrolled(depth(value))
+        5000
+    """
+    stack: list[Steps[Any]] = [call]
+    result: Any = None
+    while stack:
+        try:
+            inner = stack[-1].send(result)
+        except StopIteration as end:
+            stack.pop()
+            result = end.value
+        else:
+            stack.append(inner)
+            result = None
+    returned: _T = result
+    return returned
 
 
 def describe(node: ir.Node) -> str:

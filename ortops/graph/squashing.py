@@ -6,14 +6,22 @@ Shipped classifiers output probabilities. A loss on logits would apply the funct
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import MOVES, attribute_values, inner_graphs, is_float, producer_of
+from ortops.graph.edit import (
+    MOVES,
+    Steps,
+    attribute_values,
+    inner_graphs,
+    is_float,
+    producer_of,
+    unrolled,
+)
 from ortops.graph.tensor import constant_tensor
 from ortops.numbers import Array
 
@@ -78,9 +86,14 @@ class Squashed:
     @property
     def all_logits(self) -> list[ir.Value]:
         """The logits of all joined functions; empty if there are none."""
-        if self.joined:
-            return [value for each in self.joined for value in each.all_logits]
-        return [] if self.logits is None else [self.logits]
+        found: list[ir.Value] = []
+        pending = [self]
+        while pending:
+            each = pending.pop()
+            pending += reversed(each.joined)
+            if each.logits is not None and not each.joined:
+                found.append(each.logits)
+        return found
 
 
 def squashed(value: ir.Value) -> Squashed | None:
@@ -89,12 +102,28 @@ def squashed(value: ir.Value) -> Squashed | None:
     Args:
         value: A tensor of a graph at opset 13 or later.
     """
+    return unrolled(_squashed(value, {}))
+
+
+_Known: TypeAlias = dict[ir.Value, Squashed | None]
+"""What was found of values, so that each is examined once."""
+
+
+def _squashed(value: ir.Value, known: _Known) -> Steps[Squashed | None]:
+    if value not in known:
+        known[value] = yield _search(value, known)
+    return known[value]
+
+
+def _search(value: ir.Value, known: _Known) -> Steps[Squashed | None]:
     path: list[Move] = []
     while (node := value.producer()) is not None:
         if _passes_on(node):
             path.insert(0, Move(node, _first(node), value))
             value = _first(node)
-        elif (exact := _before_rounding(node) or _before_limits(node)) is not None:
+        elif (exact := _before_rounding(node) or _before_limits(node)) is not None and (
+            _has_rank_of(exact, value)
+        ):
             value = exact
         elif (branch := _chosen_branch(node, path)) is not None:
             if not _drop_choice(path, branch, node):
@@ -106,7 +135,7 @@ def squashed(value: ir.Value) -> Squashed | None:
         return None
     for recognize in (_softmax, _log_softmax, _sigmoid, _complement):
         found = recognize(node)
-        if found is not None:
+        if found is not None and _has_rank_of(found[1], node.outputs[0]):
             kind, logits, axis = found
             chosen = any(move.node.op_type in _CHOOSING for move in path)
             opposite = None if chosen or kind != "sigmoid" else _opposite_axis(logits)
@@ -116,14 +145,15 @@ def squashed(value: ir.Value) -> Squashed | None:
                 return Squashed("probabilities", node) if kind != "log_softmax" else None
             is_opposite = opposite is not None
             return Squashed(kind, node, logits, axis, moved, tuple(path), is_opposite)
-    joined = _joined(node, path)
+    joined: Squashed | None = yield _joined(node, path, known)
     if joined is not None:
         return joined
     if _is_normalizer(node):  # applied to probabilities by scikit-learn
-        inner = squashed(_first(node))
+        inner: Squashed | None = yield _squashed(_first(node), known)
         if inner is not None and inner.kind == "softmax" and inner.axis in (1, -1) and not path:
             return inner
-    return Squashed("probabilities", node) if _holds_probabilities(node, value) else None
+    holds: bool = yield _holds_probabilities(node, value, known)
+    return Squashed("probabilities", node) if holds else None
 
 
 def partly_squashed(value: ir.Value) -> Squashed | None:
@@ -132,12 +162,21 @@ def partly_squashed(value: ir.Value) -> Squashed | None:
     Args:
         value: A tensor that `squashed` does not recognize as a whole.
     """
-    while (node := value.producer()) is not None and _passes_on(node):
-        value = _first(node)
-    if node is None or node.domain or node.op_type != "Concat":
-        return None
-    parts = (squashed(each) or partly_squashed(each) for each in node.inputs if each is not None)
-    return next((part for part in parts if part is not None), None)
+    known: _Known = {}
+    seen: set[ir.Value] = set()
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        part = unrolled(_squashed(value, known)) if seen else None
+        if part is not None:
+            return part
+        seen.add(value)
+        while (node := value.producer()) is not None and _passes_on(node):
+            value = _first(node)
+        if node is not None and not node.domain and node.op_type == "Concat":
+            read = (each for each in reversed(node.inputs) if each is not None)
+            pending += [each for each in read if each not in seen]
+    return None
 
 
 def may_be_bounded(value: ir.Value) -> bool:
@@ -158,11 +197,14 @@ def may_be_bounded(value: ir.Value) -> bool:
 _Found: TypeAlias = tuple[Kind, ir.Value, int | None]
 
 
-def _joined(node: ir.Node, path: Sequence[Move]) -> Squashed | None:
+def _joined(node: ir.Node, path: Sequence[Move], known: _Known) -> Steps[Squashed | None]:
     """Recognizes the concatenation of results of one kind, whose logits can be concatenated."""
     if node.op_type != "Concat" or node.domain:
         return None
-    parts = [None if each is None else squashed(each) for each in node.inputs]
+    parts: list[Squashed | None] = []
+    for value in node.inputs:
+        part = None if value is None else (yield _squashed(value, known))
+        parts.append(part)
     axis, rank = attribute_values(node)["axis"], len(node.outputs[0].shape or ())
     first = parts[0]
     if first is None or first.kind not in ("softmax", "log_softmax", "sigmoid"):
@@ -172,7 +214,9 @@ def _joined(node: ir.Node, path: Sequence[Move]) -> Squashed | None:
     if not is_sigmoid and of_classes in (None, axis % rank if rank else None):
         return None
     for part in parts:
-        if part is None or part.kind != first.kind or part.opposite or not part.all_logits:
+        if part is None or part.kind != first.kind or part.opposite:
+            return None
+        if part.logits is None and not part.joined:
             return None
         if not is_sigmoid and (part.axis is None or part.axis % rank != of_classes):
             return None
@@ -470,12 +514,24 @@ def _opposite_axis(logits: ir.Value) -> int | None:
 
 def _array(value: ir.Value | None) -> Array | None:
     """Returns a constant, also behind a Transpose, with at least one axis."""
-    node = producer_of(value, "Transpose")
-    if node is not None:
-        matrix = _array(_first(node))
-        return None if matrix is None or matrix.ndim != 2 else matrix.T
+    turns = 0
+    while (node := producer_of(value, "Transpose")) is not None:
+        value, turns = _first(node), turns + 1
     tensor = None if value is None else constant_tensor(value)
-    return None if tensor is None else np.atleast_1d(tensor.numpy())
+    array = None if tensor is None else np.atleast_1d(tensor.numpy())
+    if array is None or not turns:
+        return array
+    if array.ndim != 2:
+        return None
+    return array.T if turns % 2 else array
+
+
+def _has_rank_of(value: ir.Value, other: ir.Value) -> bool:
+    """Whether two values have equally many axes, as far as is known.
+
+    A number of shape [1, 1, 1] adds axes to a matrix.
+    """
+    return value.shape is None or other.shape is None or len(value.shape) == len(other.shape)
 
 
 def _is_normalizer(node: ir.Node) -> bool:
@@ -493,16 +549,17 @@ def _is_classifier(node: ir.Node) -> bool:
     return transform in ("SOFTMAX", "LOGISTIC", b"SOFTMAX", b"LOGISTIC")
 
 
-def _holds_probabilities(node: ir.Node, value: ir.Value) -> bool:
+def _holds_probabilities(node: ir.Node, value: ir.Value, known: _Known) -> Steps[bool]:
     """Whether a node outputs probabilities without logits, such as x / Σ x or an average."""
     if node.domain:
         return _is_normalizer(node) or _is_classifier(node)
     match node.op_type:
         case "Concat":
-            return _is_complement(node) or all(_is_squashed(each) for each in node.inputs)
+            return _is_complement(node) or (yield _are_squashed(node.inputs, known))
         case "If":
             index = node.outputs.index(value)
-            return all(_is_squashed(graph.outputs[index]) for graph in inner_graphs(node))
+            ends = [graph.outputs[index] for graph in inner_graphs(node)]
+            return bool((yield _are_squashed(ends, known)))
         case "LpNormalization":
             return bool(attribute_values(node).get("p", 2) == 1)
         case "DequantizeLinear":
@@ -513,20 +570,25 @@ def _holds_probabilities(node: ir.Node, value: ir.Value) -> bool:
         case "Reciprocal" | "Div" if _inverted(node) is not None:
             return _exp_plus_one(_inverted(node)) is not None
         case "Div":
-            return _is_divided_by_sum(node) or _is_average(node)
-        case "Mul" | "Mean" if _is_average(node):
+            return _is_divided_by_sum(node) or (yield _is_average(node, known))
+        case "Mul" | "Mean" if (yield _is_average(node, known)):
             return True
-        case op_type if op_type in _SHRINKING and any(map(_is_squashed, node.inputs)):
-            return all(_is_squashed(each) or _is_share(each) for each in node.inputs)
+        case op_type if op_type in _SHRINKING:
+            others = [each for each in node.inputs if not _is_share(each)]
+            return bool(others) and (yield _are_squashed(others, known))
         case "Sub":
-            return _is_number(node.inputs[0], 1) and _is_squashed(node.inputs[1])
+            return _is_number(node.inputs[0], 1) and (yield _are_squashed(node.inputs[1:], known))
         case op_type:
-            return op_type in _AVERAGING | {"Sqrt"} and _is_squashed(node.inputs[0])
+            averages = op_type in _AVERAGING | {"Sqrt"}
+            return averages and bool((yield _are_squashed(node.inputs[:1], known)))
 
 
-def _is_squashed(value: ir.Value | None) -> bool:
-    found = None if value is None else squashed(value)
-    return found is not None and found.kind != "log_softmax"
+def _are_squashed(values: Iterable[ir.Value | None], known: _Known) -> Steps[bool]:
+    for value in values:
+        found: Squashed | None = None if value is None else (yield _squashed(value, known))
+        if found is None or found.kind == "log_softmax":
+            return False
+    return True
 
 
 def _is_divided_by_sum(node: ir.Node) -> bool:
@@ -538,10 +600,10 @@ def _is_divided_by_sum(node: ir.Node) -> bool:
     return _is_sum(producer_of(_source(node.inputs[1])), [above])
 
 
-def _is_average(node: ir.Node) -> bool:
+def _is_average(node: ir.Node, known: _Known) -> Steps[bool]:
     """Whether a node computes the mean of probabilities, also as a sum of n, divided by n."""
     if node.op_type == "Mean":
-        return all(_is_squashed(value) for value in node.inputs)
+        return bool((yield _are_squashed(node.inputs, known)))
     for total, other in (tuple(node.inputs), tuple(reversed(node.inputs))):
         number = None if other is None else constant_tensor(other)
         if (
@@ -554,15 +616,21 @@ def _is_average(node: ir.Node) -> bool:
         summands = _summands(total)
         count = factor if node.op_type == "Div" else 1 / factor if factor else 0.0
         if len(summands) > 1 and math.isclose(count, len(summands), rel_tol=1e-3):
-            return all(map(_is_squashed, summands))
+            return bool((yield _are_squashed(summands, known)))
     return False
 
 
-def _summands(value: ir.Value | None) -> list[ir.Value | None]:
-    node = producer_of(value, "Add", "Sum")
-    if node is None:
-        return [value]
-    return [each for given in node.inputs for each in _summands(given)]
+def _summands(total: ir.Value | None) -> list[ir.Value | None]:
+    found: list[ir.Value | None] = []
+    pending = [total]
+    while pending:
+        value = pending.pop()
+        node = producer_of(value, "Add", "Sum")
+        if node is None:
+            found.append(value)
+        else:
+            pending += reversed(node.inputs)
+    return found
 
 
 def _is_sum(node: ir.Node | None, of: Sequence[ir.Value | None]) -> bool:

@@ -845,7 +845,7 @@ class Tensor:
     __floordiv__, __rfloordiv__ = _operator(lambda a, b: _floor_divide(a, b))
     __mod__, __rmod__ = _operator(lambda a, b: _remainder(a, b))
     __pow__, __rpow__ = _operator(lambda a, b: _power(a, b))
-    __matmul__, __rmatmul__ = _operator(lambda a, b: op.MatMul(a, b))
+    __matmul__, __rmatmul__ = _operator(lambda a, b: _product(a, b))
     __and__, __rand__ = _operator(lambda a, b: _bitwise("&", "And", a, b))
     __or__, __ror__ = _operator(lambda a, b: _bitwise("|", "Or", a, b))
     __xor__, __rxor__ = _operator(lambda a, b: _bitwise("^", "Xor", a, b))
@@ -1025,7 +1025,7 @@ class ArrayNamespace:
     logical_and = staticmethod(op.And)
     logical_not = staticmethod(op.Not)
     logical_or = staticmethod(op.Or)
-    matmul = staticmethod(op.MatMul)
+    matmul = staticmethod(lambda a, b: _product(a, b))
     maximum = staticmethod(op.Max)
     minimum = staticmethod(op.Min)
     round = staticmethod(op.Round)
@@ -1375,6 +1375,18 @@ def _is_boolean(symbol: str, x: Tensor) -> bool:
     if x.dtype.kind not in "biu":
         raise ModelError(f"{symbol} requires booleans or integers, got {x!r}; compare or cast it")
     return x.dtype.kind == "b"
+
+
+def _product(a: object, b: object) -> Tensor:
+    """Emits a product; one of a computed matrix and a vector in the form of `graph.faults`."""
+    is_computed = isinstance(a, Tensor) and a.constant is None and a.value.producer() is not None
+    if isinstance(a, Tensor) and is_computed and _known_rank(a) > 1 and _known_rank(b) == 1:
+        return op.MatMul(b, a.mT)
+    return op.MatMul(a, b)
+
+
+def _known_rank(x: Any) -> int:
+    return np.ndim(x) if not isinstance(x, Tensor) else 0 if x.shape is None else x.ndim
 
 
 def _bitwise(symbol: str, op_type: str, a: object, b: object) -> Tensor:

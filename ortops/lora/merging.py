@@ -208,18 +208,19 @@ def _set(source: ir.Value, array: Array) -> None:
     node.attributes.add(ir.AttrTensor("value", tensor))
 
 
-def _drop(value: ir.Value | None) -> None:
+def _drop(unused: ir.Value | None) -> None:
     """Removes an unused value, and the nodes and constants that only it needed."""
-    if value is None or value.uses():
-        return
-    node = value.producer()
-    if node is None or node.op_type == "Constant":
-        drop_unread(value)
-    elif not any(v.uses() or v.is_graph_output() for v in node.outputs):
-        inputs = list(node.inputs)
-        remove_node(node)
-        for each in inputs:
-            _drop(each)
+    pending = [unused]
+    while pending:
+        value = pending.pop()
+        if value is None or value.uses():
+            continue
+        node = value.producer()
+        if node is None or node.op_type == "Constant":
+            drop_unread(value)
+        elif not any(v.uses() or v.is_graph_output() for v in node.outputs):
+            pending += reversed(node.inputs)
+            remove_node(node)
 
 
 @finished_at_exit

@@ -39,28 +39,45 @@ class _Sum:
     passes: int = 0
 
     def add(self, value: ir.Value, *, root: bool = False) -> bool:
-        """Adds the terms of a value, and returns whether its shape is one of the above."""
+        """Adds the terms of a value, and returns whether all shapes are among the above."""
+        pending = [(value, root)]
+        while pending:
+            added = self._add(*pending.pop())
+            if added is None:
+                return False
+            pending += [(each, False) for each in reversed(added)]
+        return True
+
+    def _add(self, value: ir.Value, root: bool) -> list[ir.Value] | None:
+        """Adds a term, or returns its own terms; None if it has another shape."""
         if self._is_column(value):
             self.columns.append(value)
-            return True
+            return []
         if value.shape != self.shape or value.dtype != ir.DataType.FLOAT:
-            return False
+            return None
         node = value.producer() if root or has_one_reader(value) else None
         if node is not None and (node.domain, node.op_type) == (GATED_DOMAIN, "GatedAdd"):
             base, x, gate = (each for each in node.inputs if each is not None)
             self.passes += 1
             self.gated.append((x, gate))
-            return self.add(base)
+            return [base]
         if node is not None and (node.domain, node.op_type) == ("", "Add"):
             self.passes += 1
-            return all(self.add(each) for each in node.inputs if each is not None)
+            return [each for each in node.inputs if each is not None]
         product = None if root else self._product(value)
         if product is None:
             self.whole.append(value)
         else:
             self.passes += 1
             self.gated.append(product)
-        return True
+        return []
+
+    def is_whole(self, value: ir.Value) -> bool:
+        """Whether a value is neither a sum nor a product of a tensor and numbers for its rows."""
+        is_sum = has_one_reader(value) and (
+            producer_of(value, "Add") or producer_of(value, "GatedAdd", domain=GATED_DOMAIN)
+        )
+        return not is_sum and self._product(value) is None
 
     def _is_column(self, value: ir.Value) -> bool:
         return value.shape is not None and value.shape == ir.Shape([*self.shape[:-1], 1])
@@ -85,6 +102,11 @@ def _gated(node: ir.Node, tape: Tape) -> Result:
     if any(map(is_unknown, y.shape)):
         return None
     total = _Sum(y.shape)
+    # So that a long chain of sums is not read again from each of them.
+    ungated: set[ir.Value] = tape.once("sums without products", set)
+    if all(each in ungated or total.is_whole(each) for each in node.inputs if each is not None):
+        ungated.add(y)
+        return None
     if not total.add(y, root=True) or not total.gated:
         return None
     # Without a whole term, one product is computed first, in a pass of its own.

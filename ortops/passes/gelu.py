@@ -23,6 +23,7 @@ __all__ = ["GELU"]
 
 _PARTS = ("Add", "Div", "Erf", "Gelu", "Mul", "Pow", "Tanh")
 _CUBIC = 0.044715
+_MOST_PARTS = 32  # of a product: its factors, and the products in it
 
 PRIVATE = "ortops.gelu"
 """The private domain of gradients until the end of lowering."""
@@ -168,23 +169,33 @@ def _product(value: ir.Value, *, root: bool = False) -> Product:
     Args:
         value: The value.
         root: Whether the value may have several consumers; intermediate products must have one.
+
+    Returns:
+        The factors; of a product of more parts than a Gelu has, the value itself.
     """
-    if (constant := constant_number(value)) is not None:
-        return constant, Counter()
-    node = value.producer()
-    if node is None or node.domain or not (root or has_one_reader(value)):
-        return 1.0, Counter([value])
-    first, second = (*node.inputs, None, None)[:2]
-    if first is not None and second is not None:
-        if node.op_type == "Mul":
-            (a, left), (b, right) = _product(first), _product(second)
-            return a * b, left + right
-        number = constant_number(second)
-        if node.op_type == "Div" and number:
-            a, left = _product(first)
-            return a / number, left
-        if node.op_type == "Pow" and number in (2, 3):
-            return 1.0, Counter({first: int(number)})
+    factor, values, pending = 1.0, Counter[ir.Value](), [(value, root)]
+    for _ in range(_MOST_PARTS):
+        if not pending:
+            return factor, values
+        current, is_root = pending.pop()
+        if (constant := constant_number(current)) is not None:
+            factor *= constant
+            continue
+        node = current.producer()
+        free = node is not None and not node.domain and (is_root or has_one_reader(current))
+        first, second = (*node.inputs, None, None)[:2] if node is not None and free else (None,) * 2
+        number = None if second is None else constant_number(second)
+        if node is None or first is None or second is None:
+            values[current] += 1
+        elif node.op_type == "Mul":
+            pending += [(second, False), (first, False)]
+        elif node.op_type == "Div" and number:
+            factor /= number
+            pending.append((first, False))
+        elif node.op_type == "Pow" and number in (2, 3):
+            values[first] += int(number)
+        else:
+            values[current] += 1
     return 1.0, Counter([value])
 
 

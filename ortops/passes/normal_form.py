@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from ortops.graph.edit import attribute_values, producer_of
+from ortops.graph.edit import Steps, attribute_values, producer_of, unrolled
 from ortops.graph.files.serialization import BOUND_DOMAIN
 from ortops.graph.folding import fold
 from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
@@ -185,12 +185,17 @@ def _empty_mask(node: ir.Node, tape: Tape) -> Result:
     if None in (tape.tensor(y).shape or [None]):
         return None
     for x, mask in (node.inputs, node.inputs[::-1]):
-        if x is not None and x.shape == y.shape and mask is not None and _number(mask) == 0:
+        if (
+            x is not None
+            and x.shape == y.shape
+            and mask is not None
+            and unrolled(_number(mask)) == 0
+        ):
             return tape.tensor(x)
     return None
 
 
-def _number(value: ir.Value) -> float | None:
+def _number(value: ir.Value) -> Steps[float | None]:
     """Returns the number that all elements of a tensor are, if nodes compute it from constants."""
     tensor = None if _is_named(value) else constant_tensor(value)
     if tensor is not None:
@@ -199,11 +204,12 @@ def _number(value: ir.Value) -> float | None:
     node = producer_of(value, "Expand", "Where")
     if node is None or node.inputs[0] is None:
         return None
-    found = _number(node.inputs[0])
+    found: float | None = yield _number(node.inputs[0])
     if node.op_type == "Expand" or found is None:
         return found
     chosen = node.inputs[1 if found else 2]
-    return None if chosen is None else _number(chosen)
+    number: float | None = None if chosen is None else (yield _number(chosen))
+    return number
 
 
 @pattern("SoftmaxCrossEntropyLoss")

@@ -7,6 +7,7 @@ computed as a product of ones with the matrix instead of ReduceSum.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -328,22 +329,21 @@ def _places(tape: Tape) -> dict[str, tuple[ir.Value, int]]:
 
 def _rows(value: ir.Value, tape: Tape) -> tuple[int, tuple[str, ...]] | None:
     """Returns the number of rows as a number and symbols to multiply; None if unknown."""
-    if value.shape is None:
-        return None
     places = tape.once("places", lambda: _places(tape))
-    number, symbols = 1, []
-    for dim in value.shape[:-1]:
-        if isinstance(dim, int):
-            number *= dim
-        elif dim.value is not None and dim.value in places:
-            symbols.append(dim.value)
-        else:
-            return _rows_of_source(value, tape)
-    return number, tuple(sorted(symbols))
+    source: ir.Value | None = value
+    while source is not None and source.shape is not None:
+        dims = source.shape[:-1]
+        symbols = [dim.value for dim in dims if not isinstance(dim, int)]
+        known = [symbol for symbol in symbols if symbol is not None and symbol in places]
+        if len(known) == len(symbols):
+            number = math.prod(dim for dim in dims if isinstance(dim, int))
+            return number, tuple(sorted(known))
+        source = _source_of_rows(source)
+    return None
 
 
-def _rows_of_source(value: ir.Value, tape: Tape) -> tuple[int, tuple[str, ...]] | None:
-    """Returns the same for the value from which a node computes the rows."""
+def _source_of_rows(value: ir.Value) -> ir.Value | None:
+    """Returns the value from which a node computes as many rows."""
     node = value.producer()
     source = None if node is None or node.domain else node.inputs[0]
     if node is None or source is None or source.shape is None or value.shape is None:
@@ -351,10 +351,10 @@ def _rows_of_source(value: ir.Value, tape: Tape) -> tuple[int, tuple[str, ...]] 
     if node.op_type in ("Flatten", "Reshape"):
         columns = value.shape[-1]
         same = isinstance(columns, int) and source.shape[-1] == columns
-        return _rows(source, tape) if same and len(value.shape) == 2 else None
+        return source if same and len(value.shape) == 2 else None
     if node.op_type != "Gemm" or node.attributes.get_int("transA", 0) != 0:
         return None
-    return _rows(source, tape)
+    return source
 
 
 def _ones(tape: Tape, number: int, symbols: tuple[str, ...]) -> Tensor:

@@ -50,7 +50,8 @@ def rewrite(graph: ir.Graph, names: Names, *patterns: Pattern) -> None:
     Args:
         graph: A lowered graph; it is modified in place.
         names: The names used in it.
-        *patterns: The patterns; the first one that matches is applied.
+        *patterns: The patterns; the first one that matches is applied. A replacement of another
+            rank is not used.
     """
     by_operator: dict[tuple[str, str], list[Pattern]] = {}
     for each in patterns:
@@ -65,10 +66,23 @@ def rewrite(graph: ir.Graph, names: Names, *patterns: Pattern) -> None:
                 break
             tape.before, tape.scope = node, f"{node.name or node.op_type}/"
             results = each.function(node, tape)
-            if results is not None:
-                _replace(tape, node, [results] if isinstance(results, Tensor) else results)
+            results = [results] if isinstance(results, Tensor) else results
+            if results is not None and _have_ranks(node, results):
+                _replace(tape, node, results)
                 break
     remove_unread(list(graph))
+
+
+def _have_ranks(node: ir.Node, results: Sequence[Tensor]) -> bool:
+    """Whether replacements have as many axes as the outputs, as far as is known.
+
+    A number of shape [1, 1, 1] in the original nodes adds axes to a matrix, which fusions drop.
+    """
+    for old, new in zip(node.outputs, results, strict=False):
+        shape, found = old.shape, new.value.shape
+        if shape is not None and found is not None and len(shape) != len(found):
+            return False
+    return True
 
 
 def _replace(tape: Tape, node: ir.Node, results: Sequence[Tensor]) -> None:

@@ -126,19 +126,23 @@ def _scaled_sum(
 
 def _factored(x: Tensor) -> tuple[Tensor | None, Tensor]:
     """Splits a product or quotient into a scalar factor, or None, and the rest."""
-    node = x.value.producer()
-    if node is None or node.op_type not in ("Mul", "Div") or len(x.value.uses()) > 1:
-        return None, x
-    left, right = (x.tape.tensor(value) for value in node.inputs if value is not None)
-    if node.op_type == "Mul":
-        if right.shape == ():
-            left, right = right, left
-        if left.shape == ():
-            return left, right
-    factor, rest = _factored(left)
-    if factor is None:
-        return None, x
-    return factor, rest * right if node.op_type == "Mul" else rest / right
+    outer: list[tuple[str, Tensor]] = []
+    inner = x
+    while True:
+        node = inner.value.producer()
+        if node is None or node.op_type not in ("Mul", "Div") or len(inner.value.uses()) > 1:
+            return None, x
+        left, right = (x.tape.tensor(value) for value in node.inputs if value is not None)
+        if node.op_type == "Mul":
+            if right.shape == ():
+                left, right = right, left
+            if left.shape == ():
+                break
+        outer.append((node.op_type, right))
+        inner = left
+    for op_type, other in reversed(outer):
+        right = right * other if op_type == "Mul" else right / other
+    return left, right
 
 
 def _node(x: Tensor, factor: Tensor, y: Tensor, sign: int) -> Tensor:

@@ -456,10 +456,13 @@ def _shape(channels: Channels, node: ir.Node) -> None:
 def _read(channels: Channels, value: ir.Value, places: list[int]) -> set[int]:
     """Returns which of some axes a model reads from the vector of their sizes."""
     read: set[int] = set(places if value.is_graph_output() else ())
-    for user, index in value.uses():
+    pending = list(value.uses())
+    while pending:
+        user, index = pending.pop()
         chosen: list[int] | None = None
         if index == 0 and _passes_on(user):
-            read |= _read(channels, user.outputs[0], places)
+            pending += user.outputs[0].uses()
+            read.update(places if user.outputs[0].is_graph_output() else ())
             continue
         if user.op_type == "Expand" and index == 1 and _is_one(channels, user.inputs[0]):
             continue  # its output has as many channels

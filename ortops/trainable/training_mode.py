@@ -15,12 +15,14 @@ import onnx_ir as ir
 from ortops.autodiff.gradient_node import is_bound
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.edit import (
+    Steps,
     all_nodes,
     copy_node,
     dependent_values,
     describe,
     inner_graphs,
     read_inputs,
+    unrolled,
 )
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, constant_tensor, op
@@ -125,13 +127,19 @@ def reveal(
         visible: See `copy_in_training_mode`.
         copies: The copies of values; extended.
     """
+    return unrolled(_reveal(tape, value, visible, copies))
+
+
+def _reveal(
+    tape: Tape, value: ir.Value, visible: Container[str], copies: dict[ir.Value, ir.Value]
+) -> Steps[ir.Value]:
     if value in copies:
         return copies[value]
     node = value.producer()
     if node is None or value.name in visible or node in tape.nodes:
         return value
     for read in read_inputs(node):
-        reveal(tape, read, visible, copies)
+        yield _reveal(tape, read, visible, copies)
     copy = copy_node(node, copies)
     tape.append(copy)
     copies.update(zip(node.outputs, copy.outputs, strict=True))

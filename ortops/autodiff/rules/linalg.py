@@ -27,7 +27,7 @@ def matmul(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
         return op.Unsqueeze(g, [-1]) * b, op.MatMul(op.Reshape(g, [-1]), _rows(a))
     if b.ndim == 2:
         if a.ndim == 1:
-            return op.MatMul(b, g), op.Unsqueeze(a, [1]) * op.Unsqueeze(g, [0])
+            return b @ g, op.Unsqueeze(a, [1]) * op.Unsqueeze(g, [0])
         rows = _rows(g)
         da = op.Gemm(rows, b, transB=1)
         return reshape_like(da, a), op.Gemm(_rows(a), rows, transA=1)

@@ -123,8 +123,10 @@ class _Insertion:
         n, channels, *_ = sizes(x)
         m, part, *kernel = sizes(w)
         outputs = self._whole(m)
-        # The kernels read inputs with fewer channels than a block in the plain layout.
-        taken = channels if channels < self.size else self._whole(channels)
+        # The kernels read inputs with fewer channels than a block in the plain layout, but not if
+        # they compute as many more channels of a depthwise convolution as fill the block.
+        is_plain = channels < self.size and group == 1
+        taken = channels if is_plain else self._whole(channels)
         if outputs is None or taken is None:
             return
         if group > 1 and not part == 1 < m == channels == group:  # grouped, but not depthwise
@@ -132,7 +134,7 @@ class _Insertion:
         at = convolution.node_windows(node, x, kernel)
         if not rules.can_transpose(at):
             return
-        blocked = x if channels < self.size else self._blocked(x)
+        blocked = x if is_plain else self._blocked(x)
         _, _, *counts = sizes(self.tape.tensor(node.outputs[0]))
         w = _with_zeros(w, outputs - m, 0 if group > 1 else taken - channels)
         self.twins[node.outputs[0]] = emit_one(
