@@ -1,8 +1,8 @@
 """Faults of onnxruntime's optimizer, and how models are written so that they do not matter.
 
-onnxruntime 1.31 and 1.32 fuse MatMul(Transpose(A), v) into a product that is wrong if v has one
-axis, also through a Cast or an Identity, and whatever the type is that they have a kernel for. They
-are right with v · Transpose(Aᵀ), which they fuse, too.
+onnxruntime 1.32 fuses MatMul(Transpose(A), v) into a product that is wrong if v has one axis, in
+float32 and float64, also through a Cast or an Identity. It is right with v · Transpose(Aᵀ), which
+it fuses, too.
 """
 
 from __future__ import annotations
