@@ -799,7 +799,7 @@ def test_preferences_are_trained(shallow: Path, untrained: FineTuning, tmp_path:
     tuning = FineTuning(shallow, learning_rate=0.01, loss=ortops.losses.DPO(beta=0.5))
     before = tuning.evaluate(PAIRS)
     assert before == {
-        "loss": pytest.approx(np.log(2), rel=1e-6),
+        "loss": pytest.approx(np.log(2), abs=5e-6),  # half of what the margin may be off
         "reward_margin": pytest.approx(0, abs=1e-5),
         "reward_accuracy": before["reward_accuracy"],
     }

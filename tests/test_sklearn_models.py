@@ -215,8 +215,11 @@ def slopes(proto: onnx.ModelProto, x: np.ndarray, step: float) -> np.ndarray:
     return found
 
 
-def gradients(proto: onnx.ModelProto, x: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the gradient, from ortops' session and from the lowered model in a plain one."""
+def gradients(proto: onnx.ModelProto, x: np.ndarray, rounding: float = 0.0) -> Iterator[np.ndarray]:
+    """Yields the gradient, from ortops' session and from the lowered model in a plain one.
+
+    The outputs of the model stay the same, but for rounding if it is given.
+    """
     asked = with_gradient(proto)
     before = asked.SerializeToString()
     lowered = ortops.lower(asked)
@@ -234,17 +237,21 @@ def gradients(proto: onnx.ModelProto, x: np.ndarray) -> Iterator[np.ndarray]:
         for name, array in original.items():
             if isinstance(array, list):
                 assert results[name] == array
+            elif rounding:
+                np.testing.assert_allclose(results[name], array, rtol=0, atol=rounding)
             else:
                 np.testing.assert_array_equal(results[name], array)
 
 
-def check(proto: onnx.ModelProto, x: np.ndarray, factor: float = 1.0) -> None:
+def check(
+    proto: onnx.ModelProto, x: np.ndarray, factor: float = 1.0, rounding: float = 0.0
+) -> None:
     kind = proto.graph.input[0].type.tensor_type.elem_type
     x = x.astype(helper.tensor_dtype_to_np_dtype(kind))
     step, bound = BOUNDS[kind]
     expected = slopes(proto, x, step)
     assert np.abs(expected).max() > 1e-3
-    for found in gradients(proto, x):
+    for found in gradients(proto, x, rounding):
         assert found.dtype == x.dtype
         np.testing.assert_allclose(
             found * factor, expected, rtol=0, atol=bound * np.abs(expected).max()
@@ -258,7 +265,13 @@ def inputs_of(name: str) -> np.ndarray:
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_float32(name: str) -> None:
-    check(converted(fitted(name), NARROW, zipmap=True), inputs_of(name))
+    rounding = 0.0
+    if name == "GaussianProcessRegressor":
+        # The product with a vector is written with the vector first, and sums in another order.
+        model = fitted(name)
+        terms = model.kernel_(inputs_of(name), model.X_train_) * np.ravel(model.alpha_)
+        rounding = np.finfo(np.float32).eps * np.abs(terms).sum(axis=1).max()
+    check(converted(fitted(name), NARROW, zipmap=True), inputs_of(name), rounding=rounding)
 
 
 @pytest.mark.quick(5)
