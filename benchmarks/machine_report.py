@@ -512,7 +512,7 @@ class _Run:
     tried: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     def measure(self, wanted: Measurement, deadline: float) -> None:
-        """Makes a measurement, unless it is there already, or there is no time for it."""
+        """Measures, unless the result is known already or too little time is left."""
         report, name = self.report, (wanted.part, *wanted.row)
         key = {
             "machine": self.machine,

@@ -163,18 +163,19 @@ def _built(model: str) -> tuple[onnx.ModelProto, tuple[int, ...], Mapping[str, A
 
 
 def _in_type(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
-    """Returns a float32 model in another type."""
+    """Returns a model with all its floats in another type."""
     import onnx_ir as ir
 
     from ortops.graph.element_types import replace_type
 
-    held = ir.from_proto(model)
-    replace_type(
-        held.graph,
-        ir.DataType.FLOAT,
-        ir.DataType.from_numpy(np.dtype(dtype)),
-        lambda tensor: ir.tensor(tensor.numpy().astype(dtype), name=tensor.name),
-    )
+    held, new = ir.from_proto(model), ir.DataType.from_numpy(np.dtype(dtype))
+    for old in {ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE} - {new}:
+        replace_type(
+            held.graph,
+            old,
+            new,
+            lambda tensor: ir.tensor(tensor.numpy().astype(dtype), name=tensor.name),
+        )
     return ir.to_proto(held)
 
 
@@ -216,7 +217,7 @@ def correctness(
 
     def trainable(kind: str) -> onnx.ModelProto:
         # From float16 to float32, so that both begin with the same values.
-        given = inference if kind == dtype else _in_float32(inference)
+        given = inference if kind == dtype else _in_type(inference, "float32")
         return ortops.build_training_model(given, loss="SoftmaxCrossEntropy", **arguments)
 
     plain = onnxruntime.SessionOptions()
@@ -257,22 +258,6 @@ def correctness(
         and losses[-1] < losses[0]
     )
     return found | _placed(session)
-
-
-def _in_float32(model: onnx.ModelProto) -> onnx.ModelProto:
-    import onnx_ir as ir
-
-    from ortops.graph.element_types import replace_type
-
-    held = ir.from_proto(model)
-    for kind in (ir.DataType.FLOAT16, ir.DataType.DOUBLE):
-        replace_type(
-            held.graph,
-            kind,
-            ir.DataType.FLOAT,
-            lambda tensor: ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name),
-        )
-    return ir.to_proto(held)
 
 
 def _losses(session: Any, batches: Sequence[Mapping[str, Any]], numbers: range) -> list[float]:

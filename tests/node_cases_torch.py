@@ -63,16 +63,19 @@ OTHERWISE = by_name(
 )
 """Cases that are compared with inputs that are moved a little, and why."""
 
+MASKED_ROWS = """
+    attention_causal_boolmask_nan_robustness_expanded
+    attention_23_boolmask_fullymasked_row_nan_robustness_expanded
+    attention_4d_causal_nonpad_negative_offset_structural_empty_expanded
+    attention_23_fullymasked_qk_matmul_output_mode3_zero_expanded
+    attention_24_fullymasked_qk_matmul_output_mode3_zero_expanded
+    attention_24_qk_matmul_output_mode3_softmax_precision_expanded
+    attention_local_window_gqa_rank4_mask_expanded"""
+"""Cases of which some rows are masked entirely, written out as a Softmax."""
+
 NOT_COMPARED = by_name(
     {
-        "Softmax of a row of −∞ is NaN, and so is its derivative; Attention itself is compared": """
-            attention_causal_boolmask_nan_robustness_expanded
-            attention_23_boolmask_fullymasked_row_nan_robustness_expanded
-            attention_4d_causal_nonpad_negative_offset_structural_empty_expanded
-            attention_23_fullymasked_qk_matmul_output_mode3_zero_expanded
-            attention_24_fullymasked_qk_matmul_output_mode3_zero_expanded
-            attention_24_qk_matmul_output_mode3_softmax_precision_expanded
-            attention_local_window_gqa_rank4_mask_expanded""",
+        "Softmax of a row of −∞ is NaN, and so is its derivative; see Attention": MASKED_ROWS,
         "the scores shown are −∞ plus the mask, or −∞ in its place; Attention is compared": """
             attention_4d_with_past_and_present_qk_matmul_bias_3d_mask_causal_expanded
             attention_4d_with_past_and_present_qk_matmul_bias_4d_mask_causal_expanded""",

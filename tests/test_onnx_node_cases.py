@@ -34,7 +34,7 @@ from node_cases import (
     by_name,
     is_float,
 )
-from node_cases_torch import INEXPRESSIBLE, NO_FUNCTION, NOT_COMPARED, OTHERWISE
+from node_cases_torch import INEXPRESSIBLE, MASKED_ROWS, NO_FUNCTION, NOT_COMPARED, OTHERWISE
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference.op_run import RuntimeImplementationError, RuntimeTypeError
 
@@ -78,14 +78,7 @@ FIXED = {
 
 KNOWN = by_name(
     {
-        "Softmax of a row of −∞ is NaN, and so is its derivative; Attention itself is checked": """
-            attention_causal_boolmask_nan_robustness_expanded
-            attention_23_boolmask_fullymasked_row_nan_robustness_expanded
-            attention_4d_causal_nonpad_negative_offset_structural_empty_expanded
-            attention_23_fullymasked_qk_matmul_output_mode3_zero_expanded
-            attention_24_fullymasked_qk_matmul_output_mode3_zero_expanded
-            attention_24_qk_matmul_output_mode3_softmax_precision_expanded
-            attention_local_window_gqa_rank4_mask_expanded""",
+        "Softmax of a row of −∞ is NaN, and so is its derivative; see Attention": MASKED_ROWS,
         "the scores shown are −∞, or the least float; PyTorch judges the one not expanded": """
             attention_4d_with_past_and_present_qk_matmul_bias_3d_mask_causal
             attention_4d_with_past_and_present_qk_matmul_bias_3d_mask_causal_expanded
