@@ -188,23 +188,229 @@ def test_a_static_batch_on_another_axis() -> None:
 @pytest.mark.parametrize(
     ("shapes", "axes", "batch"),
     [
-        ({"x": ("s0", "s1"), "labels": ("s0", "s1")}, {"x": 0, "labels": 0}, "s0"),
-        ({"x": ("s0", 4), "labels": ("y0",)}, {"x": 0, "labels": 0}, ""),
-        ({"x": ("T", "N", 4), "h": (3, "N", 2)}, {"x": 1, "h": 1}, "N"),
-        ({"x": ("T", "N", 4), "labels": ("N",)}, {"x": 1, "labels": 0}, "N"),
-        ({"x": ("T", "N", 4), "targets": ("T", "N", 2)}, {"x": 1, "targets": 1}, "N"),
-        ({"x": ("B", "N", 3), "targets": ("B", "N")}, {"x": 0, "targets": 0}, "B"),
-        ({"x": ("nodes", 4), "e": (2, "edges"), "t": ("nodes",)}, {"x": 0, "t": 0}, ""),
-        ({"x": (None, 4), "labels": None}, {"x": 0, "labels": 0}, ""),
-        ({"x": (8, 3), "h": (2, 8, 4), "labels": (8,)}, {"x": 0, "h": 1, "labels": 0}, 8),
-        ({"x": (1, 3, 8, 8), "scale": (3,)}, {"x": 0, "scale": 0}, ""),
+        ({"x": ("s0", "s1"), "labels": ("s0", "s1")}, {"x": 0, "labels": 0}, {"s0"}),
+        ({"x": ("s0", 4), "labels": ("y0",)}, {"x": 0, "labels": 0}, {"s0", "y0"}),
+        ({"x": ("T", "N", 4), "h": (3, "N", 2)}, {"x": 1, "h": 1}, {"N"}),
+        ({"x": ("T", "N", 4), "labels": ("N",)}, {"x": 1, "labels": 0}, {"N"}),
+        ({"x": ("T", "N", 4), "targets": ("T", "N", 2)}, {"x": 1, "targets": 1}, {"N"}),
+        ({"x": ("B", "N", 3), "targets": ("B", "N")}, {"x": 0, "targets": 0}, {"B"}),
+        ({"x": ("nodes", 4), "e": (2, "edges"), "t": ("nodes",)}, {"x": 0, "t": 0}, {"nodes"}),
+        ({"e": (2, "edges"), "x": ("nodes", 4)}, {"x": 0}, {"nodes"}),
+        ({"x": (None, 4), "labels": None}, {"x": 0, "labels": 0}, set()),
+        ({"x": (8, 3), "h": (2, 8, 4), "labels": (8,)}, {"x": 0, "h": 1, "labels": 0}, {8}),
+        ({"x": (1, 3, 8, 8), "scale": (3,)}, {"x": 0}, {1}),
+        ({"x": (1, 1, "T"), "targets": ("T",)}, {"x": 0}, {1}),
+        ({"x": (1, "N", 3), "targets": (1, "N")}, {"x": 0, "targets": 0}, {1}),
+        ({"x": (8, "T"), "labels": (8, "T")}, {"x": 0, "labels": 0}, {8}),
+        ({"x": ("s0", "s1"), "m": ("s2", "s1")}, {"x": 0, "m": 0}, {"s0", "s2"}),
+        ({"x": ("s0", "s1"), "p": (1, "s1"), "w": ("s1",)}, {"x": 0}, {"s0"}),
+        ({"x": (1, "batch", 4), "h": (2, "batch", 4)}, {"x": 1, "h": 1}, {"batch"}),
     ],
 )
-def test_axes(shapes: Any, axes: dict[str, int], batch: object) -> None:
+def test_axes(shapes: Any, axes: dict[str, int], batch: set[int | str]) -> None:
     found = row_axes(shapes)
     assert found.axes == axes
-    assert found.batch == ({batch} if batch else set())
+    assert found.batch == batch
     assert not found.doubt
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("ids", "mask", "out"),
+    [
+        (("s10", "s12"), ("s86", "s12"), ("s10", "s12")),
+        (("s10", "s12"), ("s86", "s21"), ("s10", "s12")),
+        (("a_dynamic_axes_1", "a_dynamic_axes_2"), ("b_1", "b_2"), ("y_1", "y_2")),
+    ],
+)
+def test_exporters_name_the_batch_in_each_input(
+    ids: Any, mask: Any, out: Any, tmp_path: Path
+) -> None:
+    """As PyTorch's do; the symbol that inputs share may be that of the time."""
+    text = f"""g (int64[{", ".join(ids)}] ids, float[{", ".join(mask)}] mask)
+    => (float[{", ".join(out)}, 2] y) <float[4,2] w = {{1,0,0,1,1,1,0,0}}, int64[1] a = {{2}}>
+    {{ e = Gather(w, ids) m = Unsqueeze(mask, a) y = Mul(e, m) }}"""
+    draw = np.random.default_rng(1)
+    data: Any = {"ids": draw.integers(0, 4, (ROWS, 9)), "mask": drawn(ROWS, 9)}
+    y = W[data["ids"]] * data["mask"][..., None]
+    targets = drawn(ROWS, 9, 2)
+    made = session(text)
+    found = made.predict(data, outputs="y", batch_size=4)
+    np.testing.assert_allclose(found, y, rtol=1e-6)
+    loss = made.evaluate({**data, "targets": targets}, batch_size=4)["loss"]
+    assert loss == pytest.approx(((y - targets) ** 2).mean(), rel=1e-6)
+    (epoch,) = made.fit({**data, "targets": targets}, batch_size=4, progress=False)
+    assert epoch["steps"] == 2
+    for model in (parsed(text), session(text).model()):
+        onnx.save(model, tmp_path / "model.onnx")
+        np.savez(tmp_path / "data.npz", **data)
+        files = [str(tmp_path / "model.onnx"), "--data", str(tmp_path / "data.npz")]
+        more = ["--output", str(tmp_path / "y.npz"), "--force"]
+        assert main(["predict", *files, *more, "--batch-size", "4"]) == 0
+        np.testing.assert_allclose(np.load(tmp_path / "y.npz")["y"], y, rtol=1e-6)
+
+
+ONE = """g (float[1,1,T] x) => (float[T] y) <float[1,1,3] w = {1,2,1}, int64[1] flat = {-1}>
+{ c = Conv<pads=[1,1]>(x, w) y = Reshape(c, flat) }"""
+ONE_WITH_ROWS = ONE.replace("float[T] y", "float[1,T,1] y").replace(
+    "int64[1] flat = {-1}", "int64[3] flat = {1, -1, 1}"
+)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("text", [ONE, ONE_WITH_ROWS, ONE.replace("[T] y", "[Reshapey_dim_0] y")])
+def test_a_model_of_one_row_reads_the_time_whole(text: str, tmp_path: Path) -> None:
+    """Axis 0 is the batch, also where only the time has a symbol: 300 are more than a batch."""
+    x = drawn(1, 1, 300)
+    y = np.convolve(x[0, 0].astype(np.float64), [1, 2, 1], "same")
+    y = y.reshape(1, 300, 1) if text == ONE_WITH_ROWS else y
+    targets = drawn(*y.shape)
+    data, made = {"x": x, "targets": targets}, session(text)
+    np.testing.assert_allclose(made.predict({"x": x})["y"], y, rtol=1e-5, atol=1e-5)  # type: ignore[index]
+    loss = ((y - targets) ** 2).mean()
+    for form in (data, [data]):
+        assert made.evaluate(form)["loss"] == pytest.approx(loss, rel=1e-6)
+    weights = []
+    for form in (data, [data]):
+        again = session(text)
+        again.fit(form, epochs=3, progress=False, seed=1)
+        assert again.steps_done == 3
+        weights.append(again.state["w"])
+    np.testing.assert_array_equal(*weights)
+    np.savez(tmp_path / "data.npz", x=x, targets=targets)
+    onnx.save(parsed(text), tmp_path / "model.onnx")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        files = ["model.onnx", "--data", "data.npz"]
+        assert main(["predict", *files, "--output", "y.npz"]) == 0
+        loss_and_rate = ["--loss", "MeanSquaredError", "--optimizer", "SGD", "--quiet"]
+        assert main(["train", *files, "--epochs", "3", "--save", "t.onnx", *loss_and_rate]) == 0
+        assert main(["eval", "t.onnx", "--data", "data.npz"]) == 0
+    np.testing.assert_allclose(np.load(tmp_path / "y.npz")["y"], y, rtol=1e-5, atol=1e-5)
+    found = TrainingSession(str(tmp_path / "t.onnx")).state["w"]
+    np.testing.assert_array_equal(found, weights[0])
+
+
+def test_a_model_of_one_row_refuses_several() -> None:
+    x, made = drawn(6, 1, 9), session(ONE)
+    data = {"x": x, "targets": drawn(9)}
+    with pytest.raises(FeedError, match="'x' has 6 rows in batches of 256, but the model's batch"):
+        made.predict({"x": x})
+    for use in (made.evaluate, made.fit):
+        with pytest.raises(FeedError, match=r"6 rows, but 'targets' of shape \[T\] has none"):
+            use(data, batch_size=1)
+    with pytest.raises(OrtopsError, match=r"'y' must have the rows of the batch, got shape \[9\]"):
+        made.predict({"x": x}, batch_size=1)
+    with_rows = session(ONE_WITH_ROWS)
+    y = np.stack([np.convolve(row[0], [1, 2, 1], "same") for row in x.astype(np.float64)])
+    found = with_rows.predict({"x": x}, batch_size=1, outputs="y")
+    np.testing.assert_allclose(found, y[..., None], rtol=1e-5, atol=1e-5)
+
+
+LSTM = """g (float[5,x_1,4] x, float[1,h_1,2] h) => (float[5,1,y_1,2] y, float[1,hn_1,2] hn)
+<float[1,6,4] w, float[1,6,2] r> {{ {nodes} y, hn = GRU<hidden_size=2>({x}, w, r, , , {h}) }}"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "x", "h"),
+    [
+        ("", "x", "h"),
+        ("a = MatMul(x, eye) b = Identity(h)", "a", "b"),
+    ],
+)
+def test_recurrent_layers_tell_where_the_rows_are(nodes: str, x: str, h: str) -> None:
+    """In files whose exporter gives each dynamic axis a symbol of its own."""
+    model = parsed(LSTM.format(nodes=nodes, x=x, h=h))
+    arrays = {"w": drawn(1, 6, 4), "r": drawn(1, 6, 2), "eye": np.eye(4, dtype=np.float32)}
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in arrays.items())
+    data = {"x": drawn(5, ROWS, 4), "h": drawn(1, ROWS, 2)}
+    loss = ortops.losses.MeanSquaredError("y")
+    made = TrainingSession(ortops.build_training_model(model, loss=loss, optimizer="SGD"))
+    whole = ortops.InferenceSession(model).run(None, data)
+    found = made.predict(data, batch_size=4)
+    for name, y in zip(("y", "hn"), whole, strict=True):
+        np.testing.assert_allclose(found[name], y, rtol=1e-5, atol=1e-6)  # type: ignore[index]
+    targets = drawn(*whole[0].shape)
+    (epoch,) = made.fit({**data, "targets": targets}, batch_size=4, progress=False)
+    assert epoch["steps"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")  # the exporters warn about themselves
+@pytest.mark.parametrize("exporter", ["dynamo", "lists", "lists in training mode"])
+def test_exported_files(exporter: str, tmp_path: Path) -> None:
+    import torch
+
+    class Words(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 3)
+
+        def forward(self, ids: Any, mask: Any) -> Any:
+            return self.head(self.table(ids) * mask[..., None])
+
+    class States(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = torch.nn.LSTM(4, 8, 2), torch.nn.Linear(8, 3)
+
+        def forward(self, x: Any, h: Any, c: Any) -> Any:
+            y, (h, c) = self.layers(x, (h, c))
+            return self.head(y), h, c
+
+    class One(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Conv1d(1, 1, 3, padding=1)
+
+        def forward(self, x: Any) -> Any:
+            return self.layer(x).flatten()
+
+    state, words = torch.randn(2, 6, 8), torch.randint(0, 9, (6, 5))
+    batch, both, time = {1: "n"}, {0: "n", 1: "t"}, {2: "t"}
+    cases: list[tuple[torch.nn.Module, dict[str, Any], Any, dict[str, list[int]]]] = [
+        (Words(), {"ids": words, "mask": torch.rand(6, 5)}, [both] * 2, {"y": [0, 1]}),
+        (
+            States(),
+            {"x": torch.randn(5, 6, 4), "h": state, "c": 2 * state},
+            [batch] * 3,
+            {"y": [1], "hn": [1], "cn": [1]},
+        ),
+        (One(), {"x": torch.randn(1, 1, 300)}, [time], {"y": [0]}),
+    ]
+    for module, feeds, axes, out in cases:
+        names: dict[str, Any] = {"input_names": list(feeds), "output_names": list(out)}
+        file, given = tmp_path / "model.onnx", tuple(feeds.values())
+        if exporter == "dynamo":
+            sizes = [dict.fromkeys(each, torch.export.Dim.DYNAMIC) for each in axes]
+            more: dict[str, Any] = {"dynamo": True, "dynamic_shapes": sizes, "verbose": False}
+        else:
+            modes = torch.onnx.TrainingMode
+            mode = modes.TRAINING if "training" in exporter else modes.EVAL
+            lists = {n: list(each) for n, each in zip(feeds, axes, strict=True)} | out
+            more = {"dynamo": False, "dynamic_axes": lists, "training": mode}
+        torch.onnx.export(module.eval(), given, str(file), **names, **more)
+        with torch.no_grad():
+            found = module(*given)
+        wanted = [each.numpy() for each in (found if isinstance(found, tuple) else [found])]
+        data = {name: each.numpy() for name, each in feeds.items()}
+        loss = ortops.losses.MeanSquaredError("y")
+        made = TrainingSession(ortops.build_training_model(file, loss=loss, optimizer="SGD"))
+        size: dict[str, Any] = {} if isinstance(module, One) else {"batch_size": 4}
+        np.savez(tmp_path / "data.npz", **data)
+        options = [f"--{n.replace('_', '-')}={v}" for n, v in size.items()]
+        command = ["predict", str(file), "--data", str(tmp_path / "data.npz"), *options]
+        assert main([*command, "--output", str(tmp_path / "y.npz"), "--force"]) == 0
+        for results in (made.predict(data, **size), np.load(tmp_path / "y.npz")):
+            for name, y in zip(out, wanted, strict=True):
+                np.testing.assert_allclose(results[name], y, rtol=1e-4, atol=1e-5)
+        targets = drawn(*wanted[0].shape)
+        found = made.evaluate({**data, "targets": targets}, **size)["loss"]
+        assert found == pytest.approx(float(((wanted[0] - targets) ** 2).mean()), rel=1e-5)
+        (epoch,) = made.fit({**data, "targets": targets}, progress=False, **size)
+        assert epoch["steps"] == (1 if isinstance(module, One) else 2)
 
 
 def test_what_is_uncertain_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

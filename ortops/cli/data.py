@@ -9,7 +9,7 @@ import io
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -27,7 +27,7 @@ from ortops.numbers import cast_numbers
 from ortops.optional import optional_module
 from ortops.training import tables
 from ortops.training.arrow import ARROW, open_arrow
-from ortops.training.row_axes import Dims, RowAxes, along, row_axes, rows_to
+from ortops.training.row_axes import along, row_axes_of_model, rows_to
 from ortops.training.tables import RowIndex
 
 __all__ = [
@@ -70,14 +70,14 @@ class Wanted:
         dtype: Its element type.
         dims: Its shape, with None for unknown sizes; None if the rank is unknown.
         is_target: Whether it is a target of the loss.
-        symbols: Its shape, with symbols.
+        axis: The axis of its rows; None if it is the same in every batch.
     """
 
     name: str
     dtype: np.dtype[Any]
     dims: tuple[int | None, ...] | None
     is_target: bool = False
-    symbols: Dims = None
+    axis: int | None = 0
 
 
 Column: TypeAlias = Array | Images
@@ -114,14 +114,17 @@ def wanted_inputs(model: onnx.ModelProto, *, only_model: bool = False) -> list[W
         only_model: Whether to omit the inputs of the loss.
     """
     given = {tensor.name for tensor in model.graph.initializer}
-    found = [_wanted(value) for value in model.graph.input if value.name not in given]
+    axes = row_axes_of_model(model).axes
+    found = [_wanted(value, axes) for value in model.graph.input if value.name not in given]
     if model.training_info and not only_model:
         targets = {v.name: v for info in model.training_info for v in info.algorithm.input}
-        found += [_wanted(value, is_target=True) for value in targets.values()]
+        found += [_wanted(value, axes, is_target=True) for value in targets.values()]
     return found
 
 
-def _wanted(value: onnx.ValueInfoProto, *, is_target: bool = False) -> Wanted:
+def _wanted(
+    value: onnx.ValueInfoProto, axes: Mapping[str, int], *, is_target: bool = False
+) -> Wanted:
     tensor = value.type.tensor_type
     dims = (
         tuple(dim.dim_value or None for dim in tensor.shape.dim)
@@ -129,10 +132,7 @@ def _wanted(value: onnx.ValueInfoProto, *, is_target: bool = False) -> Wanted:
         else None
     )
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type or 1))
-    symbols = None
-    if dims is not None:
-        symbols = tuple(dim.dim_value or dim.dim_param or None for dim in tensor.shape.dim)
-    return Wanted(value.name, dtype, dims, is_target, symbols)
+    return Wanted(value.name, dtype, dims, is_target, axes.get(value.name))
 
 
 def read_data(
@@ -243,31 +243,21 @@ def _read(
     )
 
 
-def row_axes_of(inputs: Sequence[Wanted], every: Sequence[Wanted] = ()) -> RowAxes:
-    """Returns which axis of which inputs has one row per sample; the others have no rows.
-
-    Args:
-        inputs: The inputs.
-        every: These and other inputs of the model, whose shapes also tell which axis it is.
-    """
-    found = row_axes({one.name: one.symbols for one in every or inputs})
-    axes = {one.name: found.axes[one.name] for one in inputs if one.name in found.axes}
-    if not axes and every:  # those that are left are all static
-        return row_axes_of(inputs)
-    return replace(found, axes=axes)
+def row_axes_of(inputs: Sequence[Wanted]) -> dict[str, int]:
+    """Returns which axis of which inputs has one row per sample; the others have no rows."""
+    return {one.name: one.axis for one in inputs if one.axis is not None}
 
 
-def rows_of(data: DataFile, rows: RowAxes) -> int:
+def rows_of(data: DataFile, axes: Mapping[str, int]) -> int:
     """Returns the number of rows of a data set.
 
     Args:
         data: The data set.
-        rows: Which axes have them.
+        axes: Which axes have them.
 
     Raises:
         FeedError: If its arrays have different numbers of rows.
     """
-    axes = rows.axes
     shapes: dict[str, tuple[int, ...]] = {name: data.arrays[name].shape for name in axes}
     lengths = {n: shape[axes[n]] if len(shape) > axes[n] else None for n, shape in shapes.items()}
     found = next(iter(lengths.values()), None)
@@ -484,7 +474,7 @@ class _Table:
     def data(self, inputs: Sequence[Wanted]) -> DataFile:
         """Returns the arrays of inputs."""
         found, chosen = DataFile({}), _chosen(self.given, inputs)
-        axes = row_axes_of(inputs).axes
+        axes = row_axes_of(inputs)
         for wanted in inputs:
             if wanted.name not in chosen and wanted.name in self.columns:
                 chosen[wanted.name] = [wanted.name]

@@ -29,7 +29,7 @@ from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.atomic import write_atomically
 from ortops.inference import InferenceSession
 from ortops.training.feeds import Input
-from ortops.training.row_axes import RowAxes, along, rows_first
+from ortops.training.row_axes import Pieces, RowAxes, along, row_axes_of_model, rows_first
 from ortops.training.tables import csv_text
 
 __all__ = ["predict"]
@@ -56,8 +56,8 @@ def predict(options: argparse.Namespace) -> int:
     data = read_given(options, options.data, inputs, classes, ignored=ignored)
     quiet = onnxruntime.SessionOptions()
     quiet.log_severity_level = 3  # it warns of each tensor of an adapter
-    axes = row_axes_of(inputs, every)
-    arrays, places = _outputs(InferenceSession(model, quiet), data, inputs, axes, options)
+    rows = row_axes_of_model(model)
+    arrays, places = _outputs(InferenceSession(model, quiet), data, inputs, rows, options)
     if suffix == ".npz":
         files = {"file": np.array(data.files)} if data.files else {}
         write_atomically(options.output, _archive(files | arrays))
@@ -77,7 +77,7 @@ def _outputs(
     session: InferenceSession,
     data: DataFile,
     inputs: Sequence[Wanted],
-    axes: RowAxes,
+    rows: RowAxes,
     options: argparse.Namespace,
 ) -> tuple[dict[str, Array], dict[str, int]]:
     """Returns the requested outputs for all rows, computed batch by batch, and their row axes."""
@@ -87,27 +87,20 @@ def _outputs(
         if name not in shapes:
             raise OrtopsError(f"--outputs: there is no '{name}'; {did_you_mean(name, shapes)}")
     takes = {one.name: Input(one.name, one.dtype, one.dims) for one in inputs}
+    axes = row_axes_of(inputs)
     size = rows_of(data, axes)
     if not size:
         raise FeedError(f"data '{options.data}' has no rows; give at least one")
     batch = options.batch_size or 256
-    own = {name: axes.of_output(shapes[name]) for name in wanted}
-    pieces: dict[str, list[Array]] = {name: [] for name in wanted}
+    more = (rows.fixed == 1, "--outputs", "choose other outputs")
+    pieces = [Pieces(name, rows.of_output(shapes[name]), *more) for name in wanted]
     for start in range(0, size, batch):
         part = slice(start, start + batch)
-        taken = {n: data.arrays[n][along(axis, part)] for n, axis in axes.axes.items()}
+        taken = {n: data.arrays[n][along(axis, part)] for n, axis in axes.items()}
         feeds = {n: takes[n].fit(array, {}) for n, array in (data.arrays | taken).items()}
-        for name, found in zip(wanted, session.run(wanted, feeds), strict=True):
-            axis = own[name]
-            shape = found.shape if isinstance(found, np.ndarray) else ()
-            if axis is None or len(shape) <= axis or shape[axis] != min(batch, size - start):
-                raise OrtopsError(
-                    f"--outputs: '{name}' does not have one row per row of the data; choose other "
-                    "outputs"
-                )
-            pieces[name].append(found)
-    joined = {name: np.concatenate(found, own[name] or 0) for name, found in pieces.items()}
-    return joined, {name: axis or 0 for name, axis in own.items()}
+        for piece, found in zip(pieces, session.run(wanted, feeds), strict=True):
+            piece.add(found, min(batch, size - start))
+    return {p.name: p.joined() for p in pieces}, {p.name: p.axis or 0 for p in pieces}
 
 
 def _archive(arrays: dict[str, Array]) -> bytes:

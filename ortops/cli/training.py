@@ -443,7 +443,7 @@ def _parts(
         )
     aside, rest = order[:count], order[count:]
     say(f"held out {count} of {size} rows for validation")
-    axes = row_axes_of(inputs).axes
+    axes = row_axes_of(inputs)
     return (
         data.arrays | {name: select(data.arrays[name], rest, axes[name]) for name in axes},
         data.arrays | {name: select(data.arrays[name], aside, axes[name]) for name in axes},

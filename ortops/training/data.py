@@ -105,10 +105,11 @@ def open_data(
             - a data set of `ortops.data`;
             - the path of a Parquet, Arrow or Feather file, or a dataset of pyarrow, of which the
                 columns with names of inputs are read in blocks;
-            - arrays by name, which are sliced along the axis that has the batch dimension of the
-                model, in most inputs axis 0: all have the same number of rows, except for inputs
-                without such an axis, which are the same in every batch. Sparse arrays, and arrays
-                that are not in memory (h5py, zarr, memory maps), are read batch by batch;
+            - arrays by name, which are sliced along the axis of the rows, axis 0 unless another is
+                known to be the batch (see `ortops.training.row_axes`): all have the same number of
+                rows, except for inputs without such an axis, which are the same in every batch.
+                Sparse arrays, and arrays that are not in memory (h5py, zarr, memory maps), are read
+                batch by batch;
             - arrays in a tuple: the inputs of the model in order, then those of the loss; or one
                 array, if there is one input;
             - a table of pandas, polars or pyarrow, of which the columns with names of inputs are
@@ -217,7 +218,7 @@ def _check_rows(size: int, names: Iterable[str], inputs: Inputs, batch_size: int
         inputs.say(inputs.rows.doubt)
     for name in names:
         fixed = inputs.fixed_rows(name)
-        if fixed is not None and size and (batch_size != fixed or size % fixed):
+        if fixed is not None and size and (min(batch_size, size) != fixed or size % fixed):
             if inputs.sampled and name not in inputs.sampled:
                 raise FeedError(
                     f"data: '{name}' has {size} rows, but the model takes {inputs[name].shown} "
@@ -330,7 +331,7 @@ def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: 
     for name in [name for name in arrays if name not in sampled]:
         array, dims = arrays[name], (inputs[name].dims if name in inputs else ()) or ()
         own, fixed = array.shape[:1], inputs.fixed_rows(name)
-        if own == (size,) == (fixed,):
+        if own == (size,) == (fixed,) and size > 1:
             raise FeedError(
                 f"data: '{name}' is ambiguous: its {size} rows may be those of the samples, or the "
                 "same in every batch, as the model needs as many; give a list of batches"
@@ -351,6 +352,12 @@ def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: 
             lengths[name] = array.shape[0]
     if len(set(lengths.values())) > 1:
         raise _unequal(lengths, axes, inputs)
+    whole = next((name for name in constants if name in inputs.of_loss), None)
+    if whole is not None and size > (inputs.rows.fixed or size):
+        raise FeedError(
+            f"data: there are {size} rows, but '{whole}' of shape {inputs[whole].shown} has none: "
+            f"the model's batch size is fixed at {inputs.rows.fixed}; give a list of batches"
+        )
 
     def read(rows: RowIndex) -> dict[str, Any]:
         taken = {name: tables.take(array, rows, axes[name]) for name, array in arrays.items()}

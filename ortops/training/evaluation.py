@@ -13,7 +13,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortops import metrics as metric_functions
-from ortops.errors import ArgumentError, OrtopsError, did_you_mean
+from ortops.errors import ArgumentError, did_you_mean
 from ortops.execution.memory import Memory
 from ortops.execution.onnxruntime_sessions import run_session
 from ortops.execution.providers import CPU
@@ -28,6 +28,7 @@ from ortops.training.data import Data, rows
 from ortops.training.feeds import Input, Inputs
 from ortops.training.gradients import number_of
 from ortops.training.loaded_model import LoadedModel, reads
+from ortops.training.row_axes import Pieces
 from ortops.training.sample_weights import ClassWeight, SampleWeight, Weighed, weigh
 from ortops.training.samples import Collate
 from ortops.training.training_metrics import Measured, TrainingMetrics, add_batch
@@ -68,40 +69,6 @@ class Evaluation:
         found = next(each for each in self.session.get_outputs() if each.name == output)
         # onnxruntime has an empty shape for a scalar and for an unknown rank.
         return self.inputs.rows.of_output(found.shape or None)
-
-
-def _checked_rows(
-    name: str, array: Array, axis: int | None, size: int, before: Sequence[Array]
-) -> Array:
-    """Returns a tensor of a batch, which can be joined with those of the batches before.
-
-    Args:
-        name: Its name.
-        array: The tensor.
-        axis: The axis of its rows.
-        size: The number of rows of the batch.
-        before: The tensor in earlier batches.
-
-    Raises:
-        OrtopsError: If it does not have the rows of the batch, or has another shape than before.
-    """
-    if axis is None or array.ndim <= axis or array.shape[axis] != size:
-        what = "one axis" if axis is None else f"axis {axis}"
-        raise OrtopsError(
-            f"predict: {what} of '{name}' must have the rows of the batch, got shape "
-            f"{list(array.shape)} for a batch of {size} rows; leave it out of outputs=, or run "
-            "session.inference_model()"
-        )
-    if (
-        before
-        and np.delete(before[0].shape, axis).tolist() != np.delete(array.shape, axis).tolist()
-    ):
-        raise OrtopsError(
-            f"predict: '{name}' has shape {list(before[0].shape)} for one batch and "
-            f"{list(array.shape)} for another, and cannot be concatenated; give batches of one "
-            "shape, or predict them separately"
-        )
-    return array
 
 
 @dataclass(frozen=True)
@@ -403,16 +370,20 @@ class Evaluator:
                 f"outputs must be the name of a tensor or a list of names, got {outputs!r}"
             )
         evaluation = self._evaluation(tuple(dict.fromkeys(names)), loss=False)
-        parts: dict[str, list[Array]] = {name: [] for name in evaluation.tensors}
-        axes = {name: evaluation.row_axis(name) for name in parts}
+        remedy = "leave it out of outputs=, or run session.inference_model()"
+        is_one = evaluation.inputs.rows.fixed == 1
+        pieces = {
+            name: Pieces(name, evaluation.row_axis(name), is_one, "predict", remedy)
+            for name in evaluation.tensors
+        }
         weighed = Weighed(data, evaluation.inputs, {})
         for batch, found in self._batches(weighed, batch_size, evaluation, ema, collate):
             size = rows(batch)
             for name, output in evaluation.tensors.items():
-                array = _checked_rows(name, found[output], axes[name], size, parts[name])
+                array = found[output]
                 is_fed = any(np.may_share_memory(array, fed) for fed in batch.values())
-                parts[name].append(array.copy() if is_fed else array)  # it may be filled again
-        result = {name: np.concatenate(arrays, axes[name] or 0) for name, arrays in parts.items()}
+                pieces[name].add(array.copy() if is_fed else array, size)  # it may be filled again
+        result = {name: each.joined() for name, each in pieces.items()}
         return result[outputs] if isinstance(outputs, str) else result
 
     def of_steps(self, metrics: Mapping[str, StreamingMetric]) -> TrainingMetrics:
@@ -550,7 +521,7 @@ class Evaluator:
             inputs = Inputs(
                 [found.step],
                 [*unread, *loaded.inputs],
-                beside=loaded.inputs,
+                rows=loaded.inputs.rows,
                 weights=weights,
             )
             inputs.of_loss, inputs.lengths = loaded.inputs.of_loss, loaded.inputs.lengths

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -408,7 +407,7 @@ class Inputs(dict[str, Input]):
         unread: Inputs that may be fed although no step reads them.
         warns_of_unshifted: Whether to warn if the labels of the first batch equal an input, as
             those of a language model do that were not shifted.
-        beside: Other inputs of the model, whose shapes also tell which dimension has the rows.
+        rows: Which axis of which inputs has a row for each sample; see `row_axes`.
         weights: The inputs with weights of rows, which are 1 where they are not fed.
         lengths: The inputs with the lengths of other inputs, by these.
 
@@ -424,7 +423,7 @@ class Inputs(dict[str, Input]):
         unread: Iterable[str],
         *,
         warns_of_unshifted: bool = False,
-        beside: Mapping[str, Input] | None = None,
+        rows: RowAxes | None = None,
         weights: Iterable[str] = (),
         lengths: Mapping[str, str] | None = None,
     ) -> None:
@@ -433,7 +432,6 @@ class Inputs(dict[str, Input]):
         self._weights = frozenset(weights)
         self._by_class: ClassWeights | None = None
         self._base = self
-        self._beside = dict(beside or {})
         self.unread = frozenset(unread)
         self._labels: list[tuple[str, Labels]] = []
         self._warns_of_unshifted = warns_of_unshifted
@@ -450,6 +448,7 @@ class Inputs(dict[str, Input]):
                     )
                     past = _past(value)
                     self[name] = Input(name, numpy_dtype(value), dims, _unbound(value), past)
+        self.rows = rows or row_axes({name: value.dims for name, value in self.items()})
         self._places = tuple(self)
         self.of_loss = frozenset(self.keys() - self.unread)
         self._said: set[str] = set()
@@ -461,13 +460,14 @@ class Inputs(dict[str, Input]):
             names: Their names. Their positions in a tuple (see `named`) do not change.
         """
         chosen = set(names)
+        rows = self.rows if chosen & self.rows.axes.keys() else None
         result = Inputs((), self.unread | self.keys(), weights=self._weights & chosen)
         result.update((name, value) for name, value in self.items() if name in chosen)
         result._labels = [each for each in self._labels if each[0] in chosen]
         result._places = self._places
         result.of_loss, result.lengths = self.of_loss, self.lengths
-        if chosen & self.rows.axes.keys():  # otherwise, those that are left are all static
-            result.rows = self.rows
+        # Without any that has rows, those that are left are all static.
+        result.rows = rows or row_axes({name: value.dims for name, value in result.items()})
         result._said = self._said
         return result
 
@@ -559,12 +559,6 @@ class Inputs(dict[str, Input]):
             else values
             for name, values in samples.items()
         }
-
-    @functools.cached_property
-    def rows(self) -> RowAxes:
-        """Which axis of which inputs has a row for each sample; see `row_axes`."""
-        inputs = {**self._beside, **self}
-        return row_axes({name: value.dims for name, value in inputs.items()})
 
     @property
     def needed(self) -> list[str]:

@@ -48,6 +48,7 @@ from ortops.training.initial_values import (
     given_values,
 )
 from ortops.training.position import ResumeState, read_position
+from ortops.training.row_axes import row_axes_of_model
 from ortops.training.state import State, check_dict, masters
 from ortops.uninterrupted import finished_at_exit, run_uninterrupted
 
@@ -178,6 +179,7 @@ class LoadedModel:
         weights = {name for each in self._metadata for name in each.sample_weights}
         lengths = {n: of for each in self._metadata for n, of in each.target_lengths.items()}
         known: dict[str, Any] = {"weights": weights, "lengths": lengths, "warns_of_unshifted": True}
+        known["rows"] = row_axes_of_model(self.proto)
         self.inputs = Inputs(self.steps, unread, **known)
         self.declared = DeclaredShapes(self.proto, self.metadata, self.inputs)
         self._inputs = [Inputs([step], [*unread, *self.inputs], **known) for step in self.steps]
