@@ -46,6 +46,7 @@ from ortops import (
     build_training_model,
     op,
 )
+from ortops.cli import main
 from ortops.graph.files import external
 from ortops.optimizers import OPERATORS, SGD, Adagrad, Adam, AdamW, Momentum, Operator
 
@@ -372,6 +373,39 @@ def test_trained_weights_go_back_into_the_original(opset: int, tmp_path: Path) -
             atol=1e-6,
         )
     assert original.SerializeToString(deterministic=True) == before
+
+
+@pytest.mark.parametrize("opset", [14, 20])
+def test_an_original_in_training_mode_becomes_an_inference_model(
+    opset: int, tmp_path: Path
+) -> None:
+    """As PyTorch writes it with TrainingMode.TRAINING; a row depended on its batch."""
+    original = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": {opset}]>
+    g (float[n,4] x) => (float[n,4] y) <float[4,4] w = {{1,0,0,2,0,1,0,0,3,0,1,0,0,0,4,1}},
+    float[4] s = {{1,2,3,4}}, float[4] b = {{1,1,1,0}}, float[4] mean = {{0,0,1,1}},
+    float[4] var = {{1,2,1,2}}, float ratio = {{0.5}}, bool training = {{1}}>
+    {{ a = MatMul(x, w) c, rm, rv = BatchNormalization<training_mode=1>(a, s, b, mean, var)
+       y, mask = Dropout(c, ratio, training) }}""")
+    session = TrainingSession(
+        build_training_model(original, loss="MeanSquaredError", optimizer="SGD")
+    )
+    x = np.random.default_rng(0).standard_normal((6, 4), np.float32)
+    session.step({"x": x, "targets": np.zeros((6, 4), np.float32)})
+    state = {name: session.state[name].astype(np.float64) for name in ("s", "b", "mean", "var")}
+    y = (x @ session.state["w"].astype(np.float64) - state["mean"]) / np.sqrt(state["var"] + 1e-5)
+    y = y * state["s"] + state["b"]
+    onnx.save(original, tmp_path / "model.onnx")
+    session.save(tmp_path / "trained.onnx")
+    files = [str(tmp_path / name) for name in ("trained.onnx", "tuned.onnx", "model.onnx")]
+    assert main(["export", *files[:2], "--original", files[2]]) == 0
+    for found in (session.inference_model(original=original), onnx.load(files[1])):
+        assert found.opset_import[0].version == opset
+        onnx.checker.check_model(found, full_check=True)
+        run = onnxruntime.InferenceSession(found.SerializeToString()).run
+        for rows in (x, x[:1]):
+            (got,) = run(None, {"x": rows})
+            np.testing.assert_allclose(got, y[: len(rows)], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(session.predict({"x": x})["y"], y, rtol=1e-5, atol=1e-5)  # type: ignore[index]
 
 
 def test_an_original_that_does_not_fit() -> None:

@@ -9,12 +9,19 @@ import onnx
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import read_metadata, where
-from ortops.graph.files.messages import initializers
+from ortops.graph.files.messages import initializers, node_graphs
 from ortops.graph.weights import weights
 from ortops.numbers import Array
 from ortops.surgery.branches import TWINS_KEY
 
-__all__ = ["NAMES_KEY", "keep_names", "with_twins", "write_back", "write_values"]
+__all__ = [
+    "NAMES_KEY",
+    "keep_names",
+    "with_twins",
+    "write_back",
+    "write_inference_mode_to",
+    "write_values",
+]
 
 NAMES_KEY = "ortops.weights"
 """The key in ``metadata_props`` for the names of a checkpoint (`ortops.weights`)."""
@@ -73,6 +80,27 @@ def keep_names(trained: onnx.ModelProto, original: onnx.ModelProto) -> None:
     if all(entry.key != NAMES_KEY for entry in original.metadata_props):
         kept = (entry for entry in trained.metadata_props if entry.key == NAMES_KEY)
         original.metadata_props.extend(kept)
+
+
+def write_inference_mode_to(original: onnx.ModelProto) -> None:
+    """Sets BatchNormalization and Dropout to inference mode, in place, and changes nothing else.
+
+    Args:
+        original: A model of any opset, such as PyTorch writes with ``TrainingMode.TRAINING``.
+    """
+    nodes = [*original.graph.node, *(node for each in original.functions for node in each.node)]
+    while nodes:
+        node = nodes.pop()
+        nodes += (inner for graph in node_graphs(node) for inner in graph.node)
+        if node.domain not in ("", "ai.onnx"):
+            continue
+        if node.op_type == "Dropout":
+            del node.input[2:]
+        elif node.op_type == "BatchNormalization":
+            del node.output[1:]
+            kept = [each for each in node.attribute if each.name != "training_mode"]
+            del node.attribute[:]
+            node.attribute.extend(kept)
 
 
 def write_values(model: LightModel, arrays: Mapping[str, Array]) -> None:

@@ -23,7 +23,13 @@ from ortops.graph.limits import LIMITS
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.trainable.metadata import METADATA_KEY
 from ortops.trainable.training_mode import write_inference_mode
-from ortops.trainable.write_back import keep_names, with_twins, write_back, write_values
+from ortops.trainable.write_back import (
+    keep_names,
+    with_twins,
+    write_back,
+    write_inference_mode_to,
+    write_values,
+)
 from ortops.training.loaded_model import LoadedModel, reads
 from ortops.training.position import POSITION_KEY, FitArguments
 from ortops.uninterrupted import finished_at_exit
@@ -181,8 +187,8 @@ class ModelFile:
         Args:
             original: The model that training began with. The trained weights are written to a copy
                 of it, which keeps its opset and everything else. By default, the inference graph of
-                the trainable model is returned, with BatchNormalization and Dropout in inference
-                mode.
+                the trainable model is returned. BatchNormalization and Dropout are in inference
+                mode in both.
             ema: Whether to use the averages of parameters (``ema_decay=`` of
                 `ortops.build_training_model`).
 
@@ -218,6 +224,7 @@ class ModelFile:
                 result = convert.load_light(original)
                 write_back(result, with_twins(proto, trained))
                 keep_names(proto, result.proto)
+                write_inference_mode_to(result.proto)
             else:
                 model = convert.to_ir(proto)  # without training_info and data
                 for key in (METADATA_KEY, POSITION_KEY):
