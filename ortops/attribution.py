@@ -42,7 +42,7 @@ from ortops.graph.edit import (
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, to_proto
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, op, shape_of, zeros_like
-from ortops.lowering import infer_types, lower_ir, normalize
+from ortops.lowering import infer_computed_types, lower_ir, normalize
 from ortops.numbers import Array
 
 __all__ = ["grad_cam", "integrated_gradients", "saliency", "smooth_grad"]
@@ -321,7 +321,7 @@ class _Scene:
             if given is not None:
                 text(what, given)
         self._model = normalize(convert.to_ir(convert.load_light(model)))
-        infer_types(self._model)
+        infer_computed_types(self._model)
         builder = Builder(self._model, name, output, arguments=("input", "output"))
         self.tape = builder.tape
         self.x, self._scores = builder.xs[0], builder.ys[0]

@@ -36,7 +36,7 @@ from ortops.graph.faults import avoid_matrix_times_vector
 from ortops.graph.files.folders import remember
 from ortops.graph.files.messages import has_domain
 from ortops.graph.files.serialization import BOUND_DOMAIN, to_proto
-from ortops.graph.shapes import infer_shapes, may_be_equal
+from ortops.graph.shapes import infer_shapes, is_unknown, may_be_equal
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 from ortops.optimizers import OPERATORS
 from ortops.passes import Draft, Pass, Runtime, passes_for
@@ -46,6 +46,7 @@ __all__ = [
     "TRAINING_DOMAIN",
     "Target",
     "has_domain",
+    "infer_computed_types",
     "infer_types",
     "lower",
     "lower_ir",
@@ -307,6 +308,23 @@ def infer_types(model: ir.Model) -> None:
         infer_shapes(model)
         new = [node for node in gradients if infer_outputs(node)]
         changed = any(output.uses() for node in new for output in node.outputs)
+
+
+def infer_computed_types(model: ir.Model) -> None:
+    """Infers types and shapes; those of outputs as they are computed, whatever is declared.
+
+    Exporters declare wrong ranks, which seeds would get, too. Only symbols and sizes that are not
+    inferred are taken from a declared shape of the same rank.
+    """
+    declared = {v: v.shape for v in model.graph.outputs if v.producer() is not None}
+    for value in declared:
+        value.shape = None
+    infer_types(model)
+    for value, shape in declared.items():
+        found = value.shape
+        if found is not None and shape is not None and may_be_equal(found, shape):
+            pairs = zip(found, shape, strict=True)
+            value.shape = ir.Shape([d if is_unknown(f) else f for f, d in pairs])
 
 
 def _check_nodes(model: ir.Model) -> None:

@@ -450,3 +450,41 @@ def test_bfloat16() -> None:
         assert y.dtype == f(x).dtype == ml_dtypes.bfloat16
         assert f(x).tolist() == y.tolist() == [3, 6]
         assert pullback(x)[0].tolist() == [3, 6]
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_outputs_that_are_declared_with_a_wrong_shape(hidden: bool) -> None:
+    """As exporters do; a seed has the computed rank, also where that is known in a run only."""
+    nodes = "a = MatMul(x, w) b = Reshape(a, s) y = Tanh(b)"
+    if not hidden:
+        nodes = nodes.replace("Reshape(a, s)", "Identity(a)")
+    x, s = np.random.default_rng(0).standard_normal((3, 4), np.float32), np.array([3, 2])
+    w = np.array([[1, 0], [0, 1], [1, 1], [0, 0]], np.float64)
+    seed = np.random.default_rng(1).standard_normal((3, 2), np.float32)
+    slope = 1 - np.tanh(x @ w) ** 2
+    jacobian = np.einsum("ny,fy,nm->nymf", slope, w, np.eye(3))
+    given = (x, s) if hidden else (x,)
+    wrong = []
+    for declared in ("n", "n,2,1", "", "n,5", "6"):
+        model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+        g (float[n,4] x{", int64[k] s" * hidden}) => (float[{declared}] y)
+        <float[4,2] w = {{1,0,0,1,1,1,0,0}}> {{ {nodes} }}""")
+        if not declared:
+            model.graph.output[0].type.tensor_type.shape.SetInParent()
+        f = Function(model)
+        _, pull = f.vjp(*given)
+        tangent = f.jvp(given, (x, None) if hidden else (x,))[1]
+        derived = ortops.derivatives.vjp(model, xs="x", lowered=True)
+        by_name = {"x": x, "s": s, "seed_y": seed}
+        session = onnxruntime.InferenceSession(derived.SerializeToString())
+        feeds = {each.name: by_name[each.name] for each in session.get_inputs()}
+        results: dict[str, tuple[Any, Any]] = {
+            "vjp": (pull(seed)[0], (seed * slope) @ w.T),
+            "jacobian": (f.jacobian(*given, wrt="x"), jacobian),
+            "jvp": (tangent, (x @ w) * slope),
+            "derivatives.vjp": (session.run(["vjp_x"], feeds)[0], (seed * slope) @ w.T),
+        }
+        for kind, (found, wanted) in results.items():
+            if np.shape(found) != wanted.shape or not np.allclose(found, wanted, 1e-5, 1e-5):
+                wrong.append(f"{kind} of [{declared}]: {np.shape(found)}")
+    assert not wrong, wrong

@@ -44,7 +44,7 @@ from ortops.graph.files.serialization import (
     name_gradients,
     to_proto,
 )
-from ortops.lowering import has_domain, infer_types, lower_ir, normalize
+from ortops.lowering import has_domain, infer_computed_types, infer_types, lower_ir, normalize
 from ortops.surgery.reading import refuse_training
 
 __all__ = [
@@ -313,10 +313,13 @@ def _with_outputs(
     """Returns a model with the outputs that a formula adds."""
     proto, folder = convert.load(model)
     work = normalize(convert.to_ir(proto, folder))
-    infer_types(work)
+    infer_computed_types(work)
     add(Builder(work, xs, y, seeds, algorithm_names(proto)))
     work.graph.opset_imports.setdefault(GRADIENT_DOMAIN, 1)
     result = to_proto(lower_ir(work) if lowered else work)
+    for own, value in zip(proto.graph.output, result.graph.output, strict=False):
+        if not value.type.tensor_type.HasField("shape"):  # it is not inferred
+            value.type.CopyFrom(own.type)
     name_gradients(result)
     for info in proto.training_info:  # one by one: `extend` fails for messages of 2 GB
         result.training_info.add().CopyFrom(info)

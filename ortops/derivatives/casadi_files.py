@@ -39,7 +39,7 @@ from ortops.graph.files import external
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, to_proto
 from ortops.graph.tensor import Dim, Tape, Tensor, op, shape_of
-from ortops.lowering import infer_types, lower_ir, normalize
+from ortops.lowering import infer_computed_types, lower_ir, normalize
 
 __all__ = ["casadi"]
 
@@ -76,7 +76,7 @@ def casadi(model: ModelLike, folder: str | os.PathLike[str]) -> Path:
         ['adj_f.onnx', 'f.onnx', 'fwd_adj_f.onnx', 'fwd_f.onnx']
     """
     work = normalize(convert.to_ir(convert.load_light(model)))
-    infer_types(work)
+    infer_computed_types(work)
     graph = work.graph
     for value in [value for value in graph.inputs if value.name in graph.initializers]:
         graph.inputs.remove(value)

@@ -41,7 +41,15 @@ from ortops.graph.folding import fold
 from ortops.graph.tensor import Names, constant_number, numpy_dtype
 from ortops.graph.weights import lift
 from ortops.inference import InferenceSession
-from ortops.lowering import has_domain, infer_types, lower_ir, lower_prepared, normalize, prepare
+from ortops.lowering import (
+    has_domain,
+    infer_computed_types,
+    infer_types,
+    lower_ir,
+    lower_prepared,
+    normalize,
+    prepare,
+)
 from ortops.numbers import Array
 from ortops.passes.blocked import is_mostly_blocked
 from ortops.passes.order import put_last_results_first
@@ -308,7 +316,7 @@ class Source:
         self._sessions = Sessions("onnx", options, providers, Settings(), save_memory=False)
         self.selected = outputs
         self._model = normalize(self._read())
-        infer_types(self._model)
+        infer_computed_types(self._model)
         graph = self._model.graph
         self.outputs = {value.name or "": value for value in graph.outputs}
         given = {value.name or "": value for value in graph.inputs}
