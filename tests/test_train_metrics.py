@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,49 @@ def test_a_part_of_an_epoch_goes_on(tmp_path: Path) -> None:
     session.save(tmp_path / "saved.onnx")
     other = TrainingSession(tmp_path / "saved.onnx")
     assert other.fit(DATA, resume=True, **arguments()) == whole
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4])
+def test_accumulators_that_updates_make(stop: int, tmp_path: Path) -> None:
+    """R² knows its columns from the first batch; a data class may declare what it accumulates."""
+
+    class Made(StreamingMetric):
+        def reset(self) -> None:
+            self.__dict__.pop("sum", None)
+
+        def update(self, outputs: Any, targets: Any) -> None:
+            self.sum = getattr(self, "sum", 0.0) + float(outputs.sum())
+
+        def result(self) -> float:
+            return self.sum
+
+    @dataclass
+    class Declared(StreamingMetric):
+        sum: float = field(default=0.0, init=False)
+
+        def reset(self) -> None:
+            self.sum = 0.0
+
+        def update(self, outputs: Any, targets: Any) -> None:
+            self.sum += float(outputs.sum())
+
+        def result(self) -> float:
+            return self.sum
+
+    draw = np.random.default_rng(0)
+    data = {"x": draw.standard_normal((ROWS, 4), np.float32)}
+    data["targets"] = draw.standard_normal((ROWS, 2), np.float32)
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+    g (float[n,4] x) => (float[n,2] y) <float[4,2] w = {1,0,0,1,1,1,0,0}> { y = MatMul(x, w) }""")
+    names = ["r2", "mean_absolute_error", "root_mean_squared_error"]
+    settings = arguments(metrics=[*names, Made(), Declared()], epochs=2)
+    built = build(model, "MeanSquaredError", 0.1)
+    whole = TrainingSession(built).fit(data, **settings)
+    begun = TrainingSession(built)
+    begun.fit(data, callbacks=[StopAt(stop)], **settings)
+    begun.save(tmp_path / "saved.onnx")
+    for session in (begun, TrainingSession(tmp_path / "saved.onnx")):
+        assert session.fit(data, resume=True, **settings) == whole
 
 
 def test_what_keeps_all_rows_is_left_out_of_the_resumed_epoch(

@@ -134,7 +134,7 @@ class TrainingMetrics:
 
 def _state(metric: StreamingMetric) -> dict[str, Any] | None:
     """Returns copies of what a metric accumulates; None if it is not numbers and small arrays."""
-    given = {each.name for each in dataclasses.fields(metric)}
+    given = {each.name for each in dataclasses.fields(metric) if each.init}
     found: dict[str, Any] = {}
     for name, value in vars(metric).items():
         if name in given:
@@ -150,9 +150,12 @@ def _state(metric: StreamingMetric) -> dict[str, Any] | None:
 
 
 def _restore(metric: StreamingMetric, name: str, state: State) -> None:
-    """Sets what a metric accumulates."""
+    """Sets what a metric accumulates, of which `update` may have made a part."""
     present = _state(metric)
-    if present is None or present.keys() != state.keys():
+    fits = present is not None and (
+        present.keys() <= state.keys() or state.keys() <= present.keys()
+    )
+    if not fits:
         raise ModelError(
             f"fit: the state of the metric '{name}' in the training to resume has {sorted(state)}, "
             f"this metric has {sorted(present or {})}; give the metrics with which it began"
