@@ -310,11 +310,16 @@ def infer_types(model: ir.Model) -> None:
         changed = any(output.uses() for node in new for output in node.outputs)
 
 
-def infer_computed_types(model: ir.Model) -> None:
+def infer_computed_types(model: ir.Model, *, in_file: bool = True) -> None:
     """Infers types and shapes; those of outputs as they are computed, whatever is declared.
 
-    Exporters declare wrong ranks, which seeds would get, too. Only symbols and sizes that are not
+    Exporters declare wrong ranks, which seeds would get, too. Symbols and sizes that are not
     inferred are taken from a declared shape of the same rank.
+
+    Args:
+        model: The model.
+        in_file: Whether the result is a file, whose outputs need a shape: then, the declared shape
+            counts if none is inferred.
     """
     declared = {v: v.shape for v in model.graph.outputs if v.producer() is not None}
     for value in declared:
@@ -322,7 +327,9 @@ def infer_computed_types(model: ir.Model) -> None:
     infer_types(model)
     for value, shape in declared.items():
         found = value.shape
-        if found is not None and shape is not None and may_be_equal(found, shape):
+        if found is None:
+            value.shape = shape if in_file else None
+        elif shape is not None and may_be_equal(found, shape):
             pairs = zip(found, shape, strict=True)
             value.shape = ir.Shape([d if is_unknown(f) else f for f, d in pairs])
 

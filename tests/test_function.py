@@ -474,16 +474,16 @@ def test_outputs_that_are_declared_with_a_wrong_shape(hidden: bool) -> None:
         f = Function(model)
         _, pull = f.vjp(*given)
         tangent = f.jvp(given, (x, None) if hidden else (x,))[1]
-        derived = ortops.derivatives.vjp(model, xs="x", lowered=True)
-        by_name = {"x": x, "s": s, "seed_y": seed}
-        session = onnxruntime.InferenceSession(derived.SerializeToString())
-        feeds = {each.name: by_name[each.name] for each in session.get_inputs()}
         results: dict[str, tuple[Any, Any]] = {
             "vjp": (pull(seed)[0], (seed * slope) @ w.T),
             "jacobian": (f.jacobian(*given, wrt="x"), jacobian),
             "jvp": (tangent, (x @ w) * slope),
-            "derivatives.vjp": (session.run(["vjp_x"], feeds)[0], (seed * slope) @ w.T),
         }
+        if not hidden:  # a file needs a shape, so that an output of unknown rank keeps it
+            derived = ortops.derivatives.vjp(model, lowered=True)
+            session = onnxruntime.InferenceSession(derived.SerializeToString())
+            (found,) = session.run(["vjp_x"], {"x": x, "seed_y": seed})
+            results["derivatives.vjp"] = (found, (seed * slope) @ w.T)
         for kind, (found, wanted) in results.items():
             if np.shape(found) != wanted.shape or not np.allclose(found, wanted, 1e-5, 1e-5):
                 wrong.append(f"{kind} of [{declared}]: {np.shape(found)}")

@@ -317,9 +317,6 @@ def _with_outputs(
     add(Builder(work, xs, y, seeds, algorithm_names(proto)))
     work.graph.opset_imports.setdefault(GRADIENT_DOMAIN, 1)
     result = to_proto(lower_ir(work) if lowered else work)
-    for own, value in zip(proto.graph.output, result.graph.output, strict=False):
-        if not value.type.tensor_type.HasField("shape"):  # it is not inferred
-            value.type.CopyFrom(own.type)
     name_gradients(result)
     for info in proto.training_info:  # one by one: `extend` fails for messages of 2 GB
         result.training_info.add().CopyFrom(info)

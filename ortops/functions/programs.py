@@ -316,7 +316,7 @@ class Source:
         self._sessions = Sessions("onnx", options, providers, Settings(), save_memory=False)
         self.selected = outputs
         self._model = normalize(self._read())
-        infer_computed_types(self._model)
+        infer_computed_types(self._model, in_file=False)
         graph = self._model.graph
         self.outputs = {value.name or "": value for value in graph.outputs}
         given = {value.name or "": value for value in graph.inputs}
