@@ -44,7 +44,7 @@ def points(rows: int = 6, seed: int = 0) -> dict[str, Array]:
     }
 
 
-def two_heads(dtype: Any = np.float32, **settings: Any) -> onnx.ModelProto:
+def two_heads(dtype: Any = np.float32, optimizer: Any = None, **settings: Any) -> onnx.ModelProto:
     """A trunk with a classifier and a regression on it, each trained by an entry of its own."""
     rng = np.random.default_rng(1)
     with Tape(name="two_heads") as tape:
@@ -62,8 +62,9 @@ def two_heads(dtype: Any = np.float32, **settings: Any) -> onnx.ModelProto:
         optimizer=Adam(0.01),
         trainable=["trunk.*", "classes.*"],
     )
+    optimizer = optimizer or Adam(0.02)
     return add_training(
-        model, name="second", loss=MeanSquaredError("y"), optimizer=Adam(0.02), **settings
+        model, name="second", loss=MeanSquaredError("y"), optimizer=optimizer, **settings
     )
 
 
@@ -470,6 +471,29 @@ def test_fit_with_turns() -> None:
         assert entry["main.loss"] == pytest.approx(means["main"], rel=1e-6)
         assert entry["loss"] == pytest.approx(means["second"] + means["main"], rel=1e-6)
     assert history[-1]["steps"] == 10
+    rates = {name: history[-1][f"{name}.learning_rate"] for name in ("main", "second")}
+    assert rates == pytest.approx(dict(session.learning_rates))
+    assert history[-1]["learning_rate"] == rates["second"]
+
+
+def test_learning_rates_with_turns(tmp_path: Path) -> None:
+    """Those of the last step of each entry, by its name, also if a training is resumed."""
+    falling = SGD(ortops.schedules.exponential(0.4, factor=0.5))
+    model = two_heads(optimizer=falling)
+    settings: dict[str, Any] = {**FIT, "entries": {"main": 1, "second": 2}}
+    whole = TrainingSession(model).fit(rows(10), epochs=2, **settings)
+    # 5 batches: main, second, second, main, second; the second entry makes 3 steps an epoch.
+    assert whole.columns["second.learning_rate"] == pytest.approx([0.4 * 0.5**2, 0.4 * 0.5**5])
+    assert whole.columns["main.learning_rate"] == pytest.approx([0.01, 0.01])
+    assert whole.columns["learning_rate"] == whole.columns["main.learning_rate"]
+    begun = TrainingSession(model)
+    begun.fit(rows(10), epochs=2, max_steps=9, **settings)
+    begun.save(tmp_path / "saved.onnx")
+    again = TrainingSession(tmp_path / "saved.onnx").fit(
+        rows(10), epochs=2, resume=True, **settings
+    )
+    for name in ("learning_rate", "main.learning_rate", "second.learning_rate"):
+        assert again.columns[name] == whole.columns[name]
 
 
 def test_validation_with_turns() -> None:

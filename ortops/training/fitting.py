@@ -149,6 +149,7 @@ class StepStrategy:
         shared: What several processes do together; None for one process.
         entries: The training_info entries that make the steps; "" for all of them in each step.
         entry: The index of the training_info entry that makes all steps; None if several do.
+        rates: The outputs that are the learning rates of entries in turn.
     """
 
     step: Step
@@ -159,6 +160,7 @@ class StepStrategy:
     shared: Shared | None = None
     entries: str = ""
     entry: int | None = None
+    rates: Sequence[str] = ()
 
 
 def fit(
@@ -801,6 +803,7 @@ class _Loop:
             weights,
             units,
             self.measured.states() if self.measured is not None else {},
+            {name: number_of(found[name]) for name in self.strategy.rates if name in found},
         )
         self.position = Position(self.position.epoch_state, progress)
         self.trainer.resume_state.prepare(self.position)
@@ -873,7 +876,8 @@ class _Loop:
             finished=len(self.history),
         )
         self._done = progress
-        self.position = Position(epoch_state, Progress(rate=progress.rate, seconds=seconds))
+        kept = Progress(rate=progress.rate, seconds=seconds, rates=progress.rates)
+        self.position = Position(epoch_state, kept)
         self.trainer.resume_state.set(self.position)
         return entry
 
@@ -898,8 +902,11 @@ class _Loop:
         return dict(zip(names, values, strict=True))
 
     def _present_rate(self) -> dict[str, float]:
-        """Returns the learning rate of the last step, if there is one."""
-        rate = self.position.progress.rate
+        """Returns the learning rate of the last step, if there is one, and those of entries."""
+        rate, rates = self.position.progress.rate, self.position.progress.rates
+        if self.strategy.rates:
+            first = rates.get(self.strategy.rates[0])
+            return dict(rates) if first is None else {"learning_rate": first, **rates}
         if rate is None:
             try:
                 rate = self.trainer.learning_rate

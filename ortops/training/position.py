@@ -109,6 +109,7 @@ class Progress(NamedTuple):
         units: For the loss and each of its parts, the number of labels per row; 0 while unknown.
             Empty like the weights.
         metrics: The states of the metrics of training.
+        rates: The learning rates of the last steps of entries in turn.
     """
 
     batch: int = 0
@@ -119,6 +120,7 @@ class Progress(NamedTuple):
     weights: tuple[float, ...] = ()
     units: tuple[float, ...] = ()
     metrics: Mapping[str, Mapping[str, Any]] = {}
+    rates: Mapping[str, float] = {}
 
     def check_sums(self, count: int) -> None:
         """Checks that there is a sum for each loss of the session.
@@ -390,6 +392,7 @@ _OPTIONAL: Mapping[str, Any] = {
     "cut": None,
     "validations": [],
     "metrics": {},
+    "rates": {},
 }
 
 
@@ -428,6 +431,7 @@ _FIELDS: Mapping[str, Expected] = {
     ),
     **dict.fromkeys(_TUPLES, array_of("numbers", _is_number)),
     "rate": or_null(_NUMBER),
+    "rates": _NUMBERS,
     "seconds": Expected("a number >= 0", lambda value: _is_number(value) and 0 <= value < math.inf),
     **dict.fromkeys(("history", "validations"), array_of("objects of numbers", _NUMBERS.fits)),
     "cut": or_null(_NUMBERS),

@@ -206,7 +206,8 @@ class Turns:
         """Returns how `fit` makes steps."""
         counts = ["", *(f"{name}.count" for name in self._sessions)]
         text = ", ".join(f"{name}: {count}" for name, count in self._turns.items())
-        return StepStrategy(self._step, self._refuse, counts, self._show, entries=text)
+        rates = [f"{name}.learning_rate" for name in self._sessions]
+        return StepStrategy(self._step, self._refuse, counts, self._show, entries=text, rates=rates)
 
     def _show(self, names: Sequence[str]) -> None:
         for strategy in self._strategies.values():
@@ -222,18 +223,26 @@ class Turns:
         assert position is not None
         turn = self._cycle[position.progress.batch % len(self._cycle)]
         loss, session = self._losses[turn], self._sessions[turn]
+        rate = session.metadata.scheduled_learning_rate
+        rates = {n: np.asarray(value) for n, value in position.progress.rates.items()}
+        for name, each in self._sessions.items():
+            if (name == turn and not rate) or f"{name}.learning_rate" not in rates:
+                with contextlib.suppress(OrtopsError):  # the algorithm has none
+                    rates[f"{name}.learning_rate"] = np.asarray(each.learning_rate)
 
         def note_all(found: Mapping[str, Array]) -> None:
             value = np.asarray(number_of(found[loss]))
             zero = np.zeros(())
-            arrays = {"loss": value}
+            arrays = {"loss": value, **rates}
+            if rate:
+                arrays[f"{turn}.learning_rate"] = found[rate]
             for name in self._sessions:
                 arrays[f"{name}.loss"] = value if name == turn else zero
                 arrays[f"{name}.count"] = np.asarray(float(rows(feeds)) if name == turn else 0.0)
             note(arrays)
 
         own = Checked({name: feeds[name] for name in session.inputs}, session.inputs)
-        return self._strategies[turn].step(own, [loss], note_all)
+        return self._strategies[turn].step(own, [loss, *filter(None, [rate])], note_all)
 
 
 def check_lengths(metadata: Sequence[TrainingMetadata], state: Mapping[str, Array]) -> None:
