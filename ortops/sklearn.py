@@ -5,6 +5,7 @@ They require scikit-learn (``pip install ortops[sklearn]``).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeAlias
@@ -25,6 +26,7 @@ from ortops.training.row_axes import rows_first, rows_to
 from ortops.training.session import TrainingSession
 
 try:
+    from scipy.special import expit  # type: ignore[import-untyped]
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.utils.class_weight import compute_sample_weight
     from sklearn.utils.multiclass import check_classification_targets
@@ -90,8 +92,36 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
             seed=self.seed,
         )
         self._open(trainable)
-        if self.learning_rate is not None:
-            self.session_.peak_learning_rate = self.learning_rate
+        self._built = self._of_algorithm()
+        self._own_rate = self._rate = None
+        with contextlib.suppress(OrtopsError):  # an algorithm may have none
+            self._own_rate = self._rate = self.session_.peak_learning_rate
+
+    def _of_algorithm(self) -> dict[str, Any]:
+        """Returns the parameters that the trainable model was built from."""
+        names = ("loss", "optimizer", "trainable", "batch_normalization")
+        return {name: getattr(self, name) for name in names}
+
+    def _set_rate(self, *, fresh: bool) -> None:
+        """Sets the learning rate before a part of the training.
+
+        Args:
+            fresh: Whether it begins at the parameter's rate, as in each `fit`, whatever callbacks
+                have made of it; otherwise, only a rate that was changed since is set.
+
+        Raises:
+            ArgumentError: If another parameter was changed that the algorithm was built from.
+        """
+        for name, value in self._of_algorithm().items():
+            if value is not self._built[name] and value != self._built[name]:
+                raise ArgumentError(
+                    f"{type(self).__name__}: {name} was changed to {value!r:.80}, but the training "
+                    f"goes on with {self._built[name]!r:.80}; set it back, or set "
+                    "warm_start=False and call fit to begin anew"
+                )
+        rate = self._own_rate if self.learning_rate is None else self.learning_rate
+        if rate is not None and (fresh or rate != self._rate):
+            self.session_.peak_learning_rate = self._rate = rate
 
     def _open(self, trainable: onnx.ModelProto) -> None:
         """Creates a session for a trainable model."""
@@ -107,7 +137,9 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
             )
         (self._input,), (self._target,) = of_model, of_loss
 
-    def _train(self, X: Array, y: Array, epochs: int, weights: Array | None) -> None:
+    def _train(self, X: Array, y: Array, epochs: int | None, weights: Array | None) -> None:
+        """Trains; ``epochs`` is None for a part of the data."""
+        self._set_rate(fresh=epochs is not None)
         targets = rows_to(y, self.session_.inputs.axis_of(self._target))
         data = {self._input: self._shaped(X), self._target: targets}
         if self._weight is not None:
@@ -120,7 +152,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
             )
         self.session_.fit(
             data,
-            epochs=epochs,
+            epochs=1 if epochs is None else epochs,
             batch_size=self.batch_size,
             shuffle=self.shuffle,
             seed=self.seed,
@@ -191,6 +223,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to pickle: the trainable file in place of the session."""
         state = dict(super().__getstate__())
+        state.pop("_built", None)  # of the parameters, which are in the state
         session = state.pop("session_", None)
         if session is not None:
             state["_file"] = serialize(session.model())
@@ -201,10 +234,12 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the session from the file."""
         file = state.pop("_file", None)
-        state.setdefault("_weight", None)  # files of older versions have no weights
+        for name in ("_weight", "_rate", "_own_rate"):  # which files of older versions lack
+            state.setdefault(name, None)
         super().__setstate__(state)
         if file is not None:
             self._open(onnx.load_model_from_string(file))
+            self._built = self._of_algorithm()
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "session_")
@@ -229,7 +264,8 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         trainable: The weights to train (see `ortops.build_training_model`).
         batch_normalization: ``"auto"``, ``"train"`` or ``"frozen"`` (see there).
         callbacks: Callbacks, see `ortops.callbacks`.
-        warm_start: Whether `fit` continues the previous training.
+        warm_start: Whether `fit` continues the previous training, with the present learning rate,
+            epochs, batch size and callbacks; the parameters of the algorithm have to stay.
         progress: Whether to show progress.
         classes: The labels in the order of the model's outputs; by default the sorted labels that
             `fit` receives.
@@ -295,7 +331,7 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         given = self.classes if classes is None else classes
         if not again and given is None:
             raise ValueError("classes must be passed on the first call to partial_fit.")
-        return self._fit(X, y, given, sample_weight, again=again, epochs=1)
+        return self._fit(X, y, given, sample_weight, again=again, epochs=None)
 
     def _weights(self, given: Any, X: Array, y: Array) -> Array | None:
         """Returns the weights of rows, times those of their classes; None if there are none."""
@@ -306,7 +342,7 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         return by_class if weights is None else by_class * weights
 
     def _fit(
-        self, X: Any, y: Any, classes: Any, sample_weight: Any, *, again: bool, epochs: int
+        self, X: Any, y: Any, classes: Any, sample_weight: Any, *, again: bool, epochs: int | None
     ) -> OnnxClassifier:
         X, y = validate_data(self, X, y, reset=not again, allow_nd=True, dtype=None)
         check_classification_targets(y)
@@ -373,8 +409,8 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
             )
         if single:
             p = values.reshape(-1)
-            p = 1 / (1 + np.exp(-p)) if noted.kind == "logits" else p
-            return np.stack([1 - p, p], axis=1)[:, self._places]
+            both = [expit(-p), expit(p)] if noted.kind == "logits" else [1 - p, p]
+            return np.stack(both, axis=1)[:, self._places]
         if values.shape[1:] != (len(self.classes_),):
             raise ModelError(
                 f"OnnxClassifier: '{noted.tensor}' has shape {list(values.shape)}, but there are "
@@ -415,7 +451,8 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
         trainable: The weights to train (see `ortops.build_training_model`).
         batch_normalization: ``"auto"``, ``"train"`` or ``"frozen"`` (see there).
         callbacks: Callbacks, see `ortops.callbacks`.
-        warm_start: Whether `fit` continues the previous training.
+        warm_start: Whether `fit` continues the previous training, with the present learning rate,
+            epochs, batch size and callbacks; the parameters of the algorithm have to stay.
         progress: Whether to show progress.
 
     Attributes:
@@ -458,10 +495,10 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
             y: As for `fit`.
             sample_weight: As for `fit`; if any call has weights, the first one needs them too.
         """
-        return self._fit(X, y, sample_weight, again=hasattr(self, "session_"), epochs=1)
+        return self._fit(X, y, sample_weight, again=hasattr(self, "session_"), epochs=None)
 
     def _fit(
-        self, X: Any, y: Any, sample_weight: Any, *, again: bool, epochs: int
+        self, X: Any, y: Any, sample_weight: Any, *, again: bool, epochs: int | None
     ) -> OnnxRegressor:
         X, y = validate_data(
             self,

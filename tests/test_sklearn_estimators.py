@@ -151,6 +151,59 @@ def test_warm_start_goes_on_and_fit_begins_anew(iris):
     assert cold.session_.steps_done == 5
 
 
+@pytest.mark.parametrize("rate", [None, 0.3])
+def test_warm_start_takes_a_changed_learning_rate(iris, rate):
+    """As MLPClassifier does; with SGD, one fit is two with other rates, step by step."""
+    X, y = iris
+
+    def fitted(*rates, copies=False):
+        made = ortops.sklearn.OnnxClassifier(
+            small_mlp, optimizer=optimizers.SGD(0.05), learning_rate=rate, epochs=1, warm_start=True
+        )
+        for each in rates:
+            made.set_params(learning_rate=each).fit(X, y)
+            made = pickle.loads(pickle.dumps(made)) if copies else made
+        return made
+
+    session = fitted(rate).session_
+    first = dict(session.state)
+    stopped = fitted(rate, 0.0)
+    for name in session.parameters:
+        np.testing.assert_array_equal(stopped.session_.state[name], first[name])
+    session.peak_learning_rate = 0.2
+    data = dict(zip(session.inputs, (X.astype(np.float32), y), strict=True))
+    session.fit(data, epochs=1, batch_size=32, shuffle=True, seed=0, progress=False)
+    changed = fitted(rate, 0.2), fitted(rate, 0.2, copies=True)
+    for each in changed:
+        for name in session.parameters:
+            np.testing.assert_array_equal(each.session_.state[name], session.state[name])
+    changed[0].set_params(learning_rate=None).partial_fit(X, y)
+    assert changed[0].session_.peak_learning_rate == pytest.approx(0.05)
+    changed[0].set_params(optimizer=optimizers.SGD(0.1))
+    with pytest.raises(ortops.ArgumentError, match="optimizer was changed to SGD"):
+        changed[0].fit(X, y)
+
+
+def test_probabilities_of_large_logits_do_not_overflow():
+    """For one score and for two, against scipy."""
+    from scipy.special import expit, softmax
+
+    X, y = np.array([[-1.0], [1.0], [-0.01], [0.01]], np.float32), np.array([0, 1, 0, 1])
+    for classes, loss in ((1, "BinaryCrossEntropyWithLogits"), (2, "SoftmaxCrossEntropy")):
+        weights = ",".join(["2000", "-2000"][:classes])
+        model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+        g (float[n,1] x) => (float[n,{classes}] y) <float[1,{classes}] w = {{{weights}}}>
+        {{ y = MatMul(x, w) }}""")
+        made = ortops.sklearn.OnnxClassifier(
+            model, loss=loss, optimizer=optimizers.SGD(0.05), learning_rate=0.0, epochs=1
+        ).fit(X, y)
+        logits = X.astype(np.float64) @ np.array(weights.split(","), np.float64)[None]
+        both = np.concatenate([expit(-logits), expit(logits)], 1)
+        wanted = both if classes == 1 else softmax(logits, 1)
+        with np.errstate(all="raise", under="ignore"):
+            np.testing.assert_allclose(made.predict_proba(X), wanted, rtol=1e-4)
+
+
 def test_pickles_hold_the_file(iris):
     X, y = iris
     classifier = ortops.sklearn.OnnxClassifier(small_mlp, epochs=5).fit(X, y)
