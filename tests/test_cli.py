@@ -276,6 +276,30 @@ def test_a_folder_of_images_by_class(pictures, capsys):
 
 
 @pytest.mark.optional("PIL", "images")
+def test_classes_of_folders_are_those_of_image_folder(pictures, capsys):
+    """An empty subfolder moved the numbers of the classes behind it."""
+    train = ["train", "tint.onnx", "--data", "photos", "--quiet", "--optimizer", "SGD"]
+    soft = "SoftmaxCrossEntropy(probabilities=True)"
+    states = []
+    for number, loss in enumerate(("SoftmaxCrossEntropy", soft)):
+        assert run(*train, "--loss", loss, "--save", f"{number}.onnx", "--scale", "255") == 0
+        states.append(dict(ortops.TrainingSession(f"{number}.onnx").state))
+    np.testing.assert_allclose(states[0]["w"], states[1]["w"], rtol=1e-5, atol=1e-7)
+    Path("photos", "empty").mkdir()
+    capsys.readouterr()
+    with pytest.raises(ortops.FeedError) as caught:
+        ortops.data.image_folder("photos")
+    assert run(*train, "--loss", "SoftmaxCrossEntropy", "--save", "2.onnx") == 1
+    assert str(caught.value) in capsys.readouterr().err
+    evaluation = ["eval", "0.onnx", "--data", "photos", "--scale", "255", "--json"]
+    assert run(*evaluation) == 0  # the classes are known
+    Path("photos", "other").mkdir()
+    Path("photos", "dark", "0.png").rename(Path("photos", "other", "0.png"))
+    assert run(*evaluation) == 1
+    assert "subfolder 'other' is not in the classes of the model" in capsys.readouterr().err
+
+
+@pytest.mark.optional("PIL", "images")
 def test_images_read_batch_by_batch_train_the_same_model(pictures, monkeypatch, capsys):
     arguments = ["train", "tint.onnx", "--data", "photos", "--loss", "SoftmaxCrossEntropy"]
     arguments += ["--validation", "0.25", "--batch-size", "5", "--quiet", "--seed", "3"]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import onnx
 
 from ortops.cli.standard_streams import say, standard_input
+from ortops.data.folders import classes_of
 from ortops.data.images import EXTENSIONS, Decoder, Images, image_files, read_images
 from ortops.data.opening import open_regular
 from ortops.errors import FeedError, OrtopsError, did_you_mean
@@ -741,20 +742,15 @@ def _read_folder(
         )
     if labels:
         target = labels[0].name
-        by_class = []
-        for path in files:
-            if path.parent == folder:
-                raise FeedError(
-                    f"data '{folder}': '{path.name}' is not in the subfolder of a class; move the "
-                    "images of each class to a subfolder named after it"
-                )
-            by_class.append(path.relative_to(folder).parts[0])
-        names = classes.get(target)
-        if names is None:
-            names = sorted(set(by_class))
+        given = classes.get(target)
+        numbers, names = classes_of(folder, files, given, "the classes of the model")
+        if given is None:
             found.said.append(f"the folders of '{folder}' are classes: {_numbered(names)}")
-        found.classes[target] = list(names)
-        found.arrays[target] = _places(by_class, names, labels[0], f"data '{folder}': it")
+        found.classes[target] = names
+        found.arrays[target] = _integers(numbers.tolist(), labels[0], f"data '{folder}'")
+        dims = labels[0].dims or ()
+        if labels[0].dtype.kind == "f" and len(dims) == 2 and dims[1] != 1:  # as `image_folder`
+            found.arrays[target] = np.eye(len(names), dtype=labels[0].dtype)[numbers]
     decoder = pictures.decoder(images[0])
     found.arrays[images[0].name], said = read_images(folder, files, decoder)
     found.said += said

@@ -21,7 +21,7 @@ from ortops.optional import optional_module
 from ortops.training.data import RowData
 from ortops.training.feeds import Feeds, Inputs
 
-__all__ = ["ImageFolder", "image_folder"]
+__all__ = ["ImageFolder", "classes_of", "image_folder"]
 
 logger = logging.getLogger("ortops")
 
@@ -176,7 +176,7 @@ def image_folder(
     decode = _decoder(size, scale, mean, std, layout, channels, np.dtype(dtype))
     optional_module(f"data '{folder}'", "PIL.Image", "images", package="Pillow")
     files, others = image_files(folder)
-    labels, names = _classes(folder, files, class_names)
+    labels, names = classes_of(folder, files, class_names)
     if others:
         logger.info("data: %d files in '%s' are ignored", len(others), folder)
     if boolean("check", check):
@@ -255,10 +255,25 @@ def _decoder(
     )
 
 
-def _classes(
-    folder: Path, files: Sequence[Path], given: Sequence[str] | None
+def classes_of(
+    folder: Path,
+    files: Sequence[Path],
+    given: Sequence[str] | None,
+    where: str = "class_names",
 ) -> tuple[npt.NDArray[np.int64], list[str]]:
-    """Returns the class number of each file, and the class names."""
+    """Returns the class number of each file, and the class names.
+
+    Args:
+        folder: The folder.
+        files: The images in it.
+        given: The names of the classes, if they are known.
+        where: What messages call them.
+
+    Raises:
+        ArgumentError: If names that are given are equal.
+        FeedError: If there are no images, one is not in a subfolder, a class is unknown, or a
+            subfolder is empty and no names are given.
+    """
     if not files:
         raise FeedError(f"data '{folder}' contains no images ({', '.join(EXTENSIONS)})")
     found = [file.relative_to(folder).parts[0] for file in files]
@@ -285,7 +300,7 @@ def _classes(
     for name in found:
         if name not in names:
             raise FeedError(
-                f"data '{folder}': the subfolder '{name}' is not in class_names; "
+                f"data '{folder}': the subfolder '{name}' is not in {where}; "
                 + did_you_mean(name, names)
             )
     number_of = {name: place for place, name in enumerate(names)}
