@@ -18,6 +18,7 @@ an integer           this class
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -58,6 +59,9 @@ _BITS = 24
 Target: TypeAlias = int | Literal["input"] | None
 """Which score of each row is explained; see `ortops.attribution`."""
 
+Baseline: TypeAlias = npt.ArrayLike | Literal["input"]
+"""The input without information; see `integrated_gradients`."""
+
 
 @blame_model
 def saliency(
@@ -65,7 +69,7 @@ def saliency(
     *,
     target: Target = None,
     absolute: bool = True,
-    input: str | None = None,  # noqa: A002 (the word of ONNX)
+    input: str | Sequence[str] | None = None,  # noqa: A002 (the word of ONNX)
     output: str | None = None,
 ) -> onnx.ModelProto:
     """Returns a model that also outputs the gradient of a score with respect to the input.
@@ -75,12 +79,14 @@ def saliency(
             training_info.
         target: Which score is explained; see `ortops.attribution`.
         absolute: Whether to return absolute values, as the paper does.
-        input: The name of the input to explain; by default, the first floating-point input.
+        input: The name of the input to explain, or a list of names; by default, the first
+            floating-point input.
         output: The name of the scores; by default, the first floating-point output. Logits are
             better than probabilities, whose gradients vanish for certain predictions.
 
     Returns:
-        A new model with an output ``attribution`` of the shape and dtype of the input.
+        A new model with an output ``attribution`` of the shape and dtype of the input;
+        ``attribution_<input>`` for each of several.
 
     Raises:
         ArgumentError: If an argument is not valid.
@@ -98,8 +104,8 @@ def saliency(
     scene = _Scene(model, target, input, output)
     boolean("absolute", absolute)
     with scene.tape:
-        slope = grad(scene.score, scene.x)
-        return scene.write(op.Abs(slope) if absolute else slope)
+        slopes = grad(scene.score, scene.xs)
+        return scene.write([op.Abs(slope) if absolute else slope for slope in slopes])
 
 
 @blame_model
@@ -107,23 +113,26 @@ def integrated_gradients(
     model: ModelLike,
     *,
     steps: int = 50,
-    baseline: npt.ArrayLike | Literal["input"] = 0.0,
+    baseline: Baseline | Mapping[str, Baseline] = 0.0,
     target: Target = None,
-    input: str | None = None,  # noqa: A002 (the word of ONNX)
+    input: str | Sequence[str] | None = None,  # noqa: A002 (the word of ONNX)
     output: str | None = None,
 ) -> onnx.ModelProto:
     """Returns a model that also outputs integrated gradients.
 
     For each element, this is (x − baseline) · ∫₀¹ ∂score / ∂x at baseline + α (x − baseline) dα,
     computed by Gauss–Legendre quadrature. The attributions of a row add up to the difference of its
-    scores at the input and at the baseline, up to the error of the quadrature.
+    scores at the input and at the baseline, up to the error of the quadrature. Several inputs move
+    together, on one path; those that are not named stay as they are.
 
     Args:
         model: See `saliency`.
         steps: The number of points of the quadrature. The model runs once per point, one after the
             other.
         baseline: The input without information: a number, an array that is broadcast to the input,
-            or ``"input"`` for an additional input ``baseline`` of the same shape.
+            or ``"input"`` for an additional input ``baseline`` of the same shape, called
+            ``baseline_<input>`` for each of several. A dict has one for each input by name, 0 where
+            it lacks one.
         target: See `saliency`. The class is that of the input, not of the points.
         input: See `saliency`.
         output: See `saliency`.
@@ -147,20 +156,22 @@ def integrated_gradients(
     """
     whole_number("steps", steps, 1)
     scene = _Scene(model, target, input, output)
-    x = scene.x
     with scene.tape:
-        start = scene.baseline(baseline)
+        starts = scene.baselines(baseline)
         nodes, weights = (each / 2 for each in np.polynomial.legendre.leggauss(steps))
-        path = x - start
+        paths = [x - start for x, start in zip(scene.xs, starts, strict=True)]
 
         def weighted(tape: Tape, position: Tensor, weight: Tensor) -> list[Tensor]:
-            point = tape.tensor(start.value) + position * tape.tensor(path.value)
-            return [weight * scene.slope(tape, point)]
+            given = [
+                tape.tensor(start.value) + position.astype(path.dtype) * tape.tensor(path.value)
+                for start, path in zip(starts, paths, strict=True)
+            ]
+            return [weight.astype(slope.dtype) * slope for slope in scene.slopes(tape, given)]
 
-        points = [np.asarray(each, x.dtype) for each in (nodes + 0.5, weights)]
+        points = [np.asarray(each, scene.x.dtype) for each in (nodes + 0.5, weights)]
         constants = [scene.tape.constant(each) for each in points]
-        (mean,) = for_each(scene.tape, constants, weighted, start=[zeros_like(x)])
-        return scene.write(path * mean)
+        means = for_each(scene.tape, constants, weighted, start=[zeros_like(x) for x in scene.xs])
+        return scene.write([path * mean for path, mean in zip(paths, means, strict=True)])
 
 
 @blame_model
@@ -172,7 +183,7 @@ def smooth_grad(
     seed: int | None = None,
     absolute: bool = True,
     target: Target = None,
-    input: str | None = None,  # noqa: A002 (the word of ONNX)
+    input: str | Sequence[str] | None = None,  # noqa: A002 (the word of ONNX)
     output: str | None = None,
 ) -> onnx.ModelProto:
     """Returns a model that also outputs the mean of `saliency` over noisy copies of the input.
@@ -211,21 +222,25 @@ def smooth_grad(
         whole_number("seed", seed)
     boolean("absolute", absolute)
     scene = _Scene(model, target, input, output)
-    x = scene.x
     with scene.tape:
-        axes = list(range(1, scene.rank(x)))
-        spread = op.ReduceMax(x, axes, keepdims=1) - op.ReduceMin(x, axes, keepdims=1)
-        deviation = spread * noise
+        deviations = []
+        for x in scene.xs:
+            axes = list(range(1, scene.rank(x)))
+            spread = op.ReduceMax(x, axes, keepdims=1) - op.ReduceMin(x, axes, keepdims=1)
+            deviations.append(spread * noise)
 
         def noisy(tape: Tape, share: Tensor) -> list[Tensor]:
-            given = tape.tensor(x.value)
-            drawn = _normal(given, seed, scene.opset)
-            slope = scene.slope(tape, given + drawn * tape.tensor(deviation.value))
-            return [share * (op.Abs(slope) if absolute else slope)]
+            points = []
+            for place, (x, deviation) in enumerate(zip(scene.xs, deviations, strict=True)):
+                given = tape.tensor(x.value)
+                drawn = _normal(given, None if seed is None else seed + place, scene.opset)
+                points.append(given + drawn * tape.tensor(deviation.value))
+            slopes = scene.slopes(tape, points)
+            return [share.astype(s.dtype) * (op.Abs(s) if absolute else s) for s in slopes]
 
-        shares = scene.tape.constant(np.full(samples, 1 / samples, x.dtype))
-        (mean,) = for_each(scene.tape, [shares], noisy, start=[zeros_like(x)])
-        return scene.write(mean)
+        shares = scene.tape.constant(np.full(samples, 1 / samples, scene.x.dtype))
+        zeros = [zeros_like(x) for x in scene.xs]
+        return scene.write(list(for_each(scene.tape, [shares], noisy, start=zeros)))
 
 
 @blame_model
@@ -250,7 +265,7 @@ def grad_cam(
         upsample: Whether the map is interpolated linearly to the height and width of the input;
             otherwise, it has those of the layer.
         target: See `saliency`.
-        input: See `saliency`.
+        input: The name of the input; by default, the first floating-point input.
         output: See `saliency`.
 
     Returns:
@@ -271,6 +286,8 @@ def grad_cam(
         '%attribution[FLOAT, batchx1x8x8]'
     """
     boolean("upsample", upsample)
+    if input is not None:
+        text("input", input)
     scene = _Scene(model, target, input, output)
     with scene.tape:
         activations = scene.layer(layer)
@@ -279,7 +296,7 @@ def grad_cam(
         found = op.Relu(op.ReduceSum(weights * activations, [1], keepdims=1))
         if upsample:
             found = scene.resized(found, activations)
-        return scene.write(found)
+        return scene.write([found])
 
 
 def _normal(like: Tensor, seed: int | None, opset: int) -> Tensor:
@@ -304,27 +321,39 @@ class _Scene:
     Args:
         model: See `saliency`.
         target: See `saliency`.
-        name: The name of the input to explain, or None.
+        names: The name of the input to explain, or several, or None.
         output: The name of the scores, or None.
 
     Attributes:
         tape: The tape for new nodes.
-        x: The input to explain.
+        xs: The inputs to explain.
+        x: The first of them.
         score: The sum of the explained scores of all rows.
         opset: The version of the default operator set.
     """
 
     def __init__(
-        self, model: ModelLike, target: Target, name: str | None, output: str | None
+        self,
+        model: ModelLike,
+        target: Target,
+        names: str | Sequence[str] | None,
+        output: str | None,
     ) -> None:
-        for what, given in (("input", name), ("output", output)):
-            if given is not None:
-                text(what, given)
+        if output is not None:
+            text("output", output)
+        if isinstance(names, list | tuple):
+            if not names or len(set(names)) < len(names):
+                raise ArgumentError(f"input must name at least one input, each once, got {names!r}")
+            for name in names:
+                text("input", name)
+        elif names is not None:
+            text("input", names)
         self._model = normalize(convert.to_ir(convert.load_light(model)))
         infer_computed_types(self._model)
-        builder = Builder(self._model, name, output, arguments=("input", "output"))
+        builder = Builder(self._model, names, output, arguments=("input", "output"))
         self.tape = builder.tape
-        self.x, self._scores = builder.xs[0], builder.ys[0]
+        self.xs = builder.xs[: None if isinstance(names, list | tuple) else 1]
+        self.x, self._scores = self.xs[0], builder.ys[0]
         self.opset = self.tape.graph.opset_imports[""]
         self._nodes = list(self.tape.graph)
         with self.tape:
@@ -358,23 +387,23 @@ class _Scene:
         rows = op.Concat(op.Shape(scores, end=1), [1], axis=0)
         return op.Expand(np.array([[chosen]]), rows)
 
-    def slope(self, tape: Tape, point: Tensor) -> Tensor:
-        """Returns the gradient of the score at another input, for the classes of the given one.
+    def slopes(self, tape: Tape, points: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the gradients of the score at other inputs, for the classes of the given ones.
 
         Args:
             tape: The tape of a subgraph, to which the model is copied.
-            point: The other input.
+            points: The other inputs.
         """
-        x, scores = self.x.value, self._scores.value
-        nodes = nodes_between(self._nodes, [x], scores)
-        reached = dependent_values(nodes, [x])
-        copies = {x: point.value}
+        xs, scores = [x.value for x in self.xs], self._scores.value
+        nodes = nodes_between(self._nodes, xs, scores)
+        reached = dependent_values(nodes, xs)
+        copies = dict(zip(xs, (point.value for point in points), strict=True))
         for node in nodes:
             if not reached.isdisjoint(node.outputs):
                 copy = copy_node(node, copies)
                 copies |= dict(zip(node.outputs, copy.outputs, strict=True))
                 tape.append(copy)
-        return grad(self._explained(tape.tensor(copies.get(scores, scores))), point)
+        return grad(self._explained(tape.tensor(copies.get(scores, scores))), list(points))
 
     def _explained(self, scores: Tensor) -> Tensor:
         """Returns the sum of the explained scores."""
@@ -383,11 +412,23 @@ class _Scene:
             scores = op.GatherElements(scores, classes, axis=1)
         return scores.sum()
 
-    def baseline(self, given: Any) -> Tensor:
-        """Returns the baseline of integrated gradients, of the shape of the input."""
-        x = self.x
+    def baselines(self, given: Any) -> list[Tensor]:
+        """Returns the baselines of integrated gradients, of the shapes of the inputs."""
+        if not isinstance(given, Mapping):
+            return [self._baseline(x, given) for x in self.xs]
+        names = [x.name for x in self.xs]
+        for name in given:
+            if name not in names:
+                raise ArgumentError(
+                    f"baseline: '{name!s:.80}' is no input to explain; "
+                    + did_you_mean(str(name), names)
+                )
+        return [self._baseline(x, given.get(x.name, 0.0)) for x in self.xs]
+
+    def _baseline(self, x: Tensor, given: Any) -> Tensor:
         if isinstance(given, str) and given == "input":
-            return reshape_like(self.tape.input("baseline", x.dtype, x.shape), x)
+            name = "baseline" if len(self.xs) == 1 else f"baseline_{x.name}"
+            return reshape_like(self.tape.input(name, x.dtype, x.shape), x)
         try:
             array: Array = np.asarray(given, np.float64)
         except (TypeError, ValueError) as error:
@@ -467,9 +508,11 @@ class _Scene:
             )
         return len(tensor.shape)
 
-    def write(self, attribution: Tensor) -> onnx.ModelProto:
-        """Returns the model with the attribution as its last output."""
-        self.tape.output(attribution, "attribution")
+    def write(self, attributions: Sequence[Tensor]) -> onnx.ModelProto:
+        """Returns the model with the attributions as its last outputs."""
+        for x, attribution in zip(self.xs, attributions, strict=True):
+            name = "attribution" if len(self.xs) == 1 else f"attribution_{x.name}"
+            self.tape.output(attribution, name)
         self._model.graph.opset_imports.setdefault(GRADIENT_DOMAIN, 1)
         return to_proto(lower_ir(self._model))
 

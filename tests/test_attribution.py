@@ -334,3 +334,97 @@ def test_a_served_classifier_is_explained() -> None:
     maps = run(attribution.grad_cam(TEXT_DIRECTION, target=0), **{name: x})
     assert maps.shape == (2, 1, 48, 192)
     assert maps.min() >= 0
+
+
+# ------------------------------------------------------------------------------- several inputs
+
+PRODUCT = """<ir_version: 10, opset_import: ["": 21]> g (float[n,3] a, double[n,3] b, float[n,3] c)
+=> (float[n,3] y) { w = Cast<to=1>(b) s = Mul(w, w) p = Mul(a, s) y = Mul(p, c) }"""
+
+
+def test_several_inputs_move_on_one_path() -> None:
+    """Of a · b² · c, a has a third and b two thirds while c stays, else quarters and a half."""
+    model = onnx.parser.parse_model(PRODUCT)
+    draw = np.random.default_rng(0)
+    a, c = draw.standard_normal((2, 4, 3), np.float32)
+    b = draw.standard_normal((4, 3))
+    chosen = np.zeros((4, 3))
+    chosen[np.arange(4), (a * b**2 * c).argmax(1)] = 1
+    whole = chosen * a * b**2 * c
+    feeds = {"a": a, "b": b, "c": c}
+
+    def check(explained: onnx.ModelProto, expected: dict[str, Any], **more: Any) -> None:
+        names = [value.name for value in explained.graph.output[1:]]
+        assert names == list(expected)
+        session = onnxruntime.InferenceSession(explained.SerializeToString())
+        for name, found in zip(names, session.run(names, feeds | more), strict=True):
+            assert name != "attribution_b" or found.dtype == np.float64
+            np.testing.assert_allclose(found, expected[name], rtol=1e-5, atol=1e-6)
+
+    of = attribution.integrated_gradients
+    check(of(model, input=["a", "b"]), {"attribution_a": whole / 3, "attribution_b": whole * 2 / 3})
+    quarters = {"attribution_a": whole / 4, "attribution_b": whole / 2, "attribution_c": whole / 4}
+    check(of(model, input=["a", "b", "c"]), quarters)
+    check(of(model, input=["b"]), {"attribution": whole})
+    check(of(model, input="a", target="input"), {"attribution": whole}, target=chosen.argmax(1))
+    # a moves from 1: the integral of (1 + t d) 2 t b and that of t² b², times the differences.
+    parts = {"attribution_a": chosen * (a - 1) * b**2 * c / 3}
+    parts["attribution_b"] = chosen * (1 + 2 * (a - 1) / 3) * b**2 * c
+    check(of(model, input=["a", "b"], baseline={"a": 1.0}), parts)
+    ones = np.ones((4, 3), np.float32)
+    check(of(model, input=["a", "b"], baseline={"a": "input"}), parts, baseline_a=ones)
+    slopes = {"attribution_a": np.abs(chosen * b**2 * c)}
+    slopes["attribution_b"] = np.abs(2 * chosen * a * b * c)
+    check(attribution.saliency(model, input=["a", "b"]), slopes)
+    check(attribution.smooth_grad(model, input=["a", "b"], noise=0.0, samples=3), slopes)
+
+
+def test_wrong_lists_of_inputs() -> None:
+    model = onnx.parser.parse_model(PRODUCT)
+    for given in ([], ["a", "a"]):
+        with pytest.raises(
+            ortops.ArgumentError, match="input must name at least one input, each once"
+        ):
+            attribution.integrated_gradients(model, input=given)
+    with pytest.raises(ortops.ArgumentError, match="baseline: 'c' is no input to explain; "):
+        attribution.integrated_gradients(model, input=["a", "b"], baseline={"c": 1.0})
+    with pytest.raises(ortops.ArgumentError, match="input must be"):
+        attribution.grad_cam(network(), input=["x"])  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")  # the exporters warn about themselves
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_several_inputs_of_exported_files(dynamo: bool) -> None:
+    """Captum's formula for a tuple of inputs, by PyTorch's autograd in float64."""
+    import torch
+
+    class Two(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(4, 5), torch.nn.Linear(3, 5)
+
+        def forward(self, a: Any, b: Any) -> Any:
+            return torch.tanh(self.a(a)) * torch.sigmoid(self.b(b))
+
+    torch.manual_seed(0)
+    twin, inputs = Two(), (torch.randn(6, 4), torch.randn(6, 3))
+    names: dict[str, Any] = {"input_names": ["a", "b"], "output_names": ["y"], "dynamo": dynamo}
+    file = io.BytesIO()
+    program = torch.onnx.export(twin, inputs, *[file] * (not dynamo), **names)
+    model = program.model_proto if dynamo else onnx.load_from_string(file.getvalue())
+    explained = attribution.integrated_gradients(model, input=["a", "b"], target=2, baseline=0.5)
+    session = onnxruntime.InferenceSession(explained.SerializeToString())
+    feeds = dict(zip("ab", (each.numpy() for each in inputs), strict=True))
+    found = session.run(["attribution_a", "attribution_b"], feeds)
+    twin, wide = twin.double(), [each.double() for each in inputs]
+    nodes, weights = np.polynomial.legendre.leggauss(200)
+    expected = [torch.zeros_like(each) for each in wide]
+    for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
+        points = [(0.5 + node * (each - 0.5)).requires_grad_() for each in wide]
+        slopes = torch.autograd.grad(twin(*points)[:, 2].sum(), points)
+        for total, slope, each in zip(expected, slopes, wide, strict=True):
+            total += weight * slope * (each - 0.5)
+    for got, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, wanted.numpy(), rtol=1e-4, atol=1e-5)
