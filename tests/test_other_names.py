@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 import ortops
-from models import line, mlp
+from models import echo, line, mlp
 from ortops import losses, metrics, op, optimizers
 
 BATCH = {"images": np.ones((4, 4), np.float32), "labels": np.array([0, 1, 2, 1])}
@@ -50,11 +50,25 @@ def test_losses_of_other_libraries(name: str, expected: str) -> None:
         ("rmse", "'MeanSquaredError'"),
         ("categorical_crossentropy", r"probabilities=True"),
         ("log_loss", "'SoftmaxCrossEntropy' for classes"),
+        ("kl_divergence", 'reduction="batchmean"'),
+        ("KLD", 'reduction="batchmean"'),
+        ("poisson", "log_input=False"),
     ],
 )
 def test_losses_with_several_meanings_are_explained(name: str, part: str) -> None:
     with pytest.raises(ortops.ArgumentError, match=f"^unknown loss '{name}'; use .*{part}"):
         losses.resolve(name)
+
+
+def test_names_of_keras_are_its_formulas() -> None:
+    """What the hints name; under these names, gradients were 1/C of them, or of exp(y)."""
+    draw = np.random.default_rng(0)
+    t, y = (draw.dirichlet(np.ones(5), 6).astype(np.float32) for _ in range(2))
+    divergence = losses.KullbackLeibler(reduction="batchmean")
+    found = echo.loss_at(divergence, np.log(y), targets=t)
+    assert found == pytest.approx((t * np.log(t / y)).sum(-1).mean(), rel=1e-3)
+    found = echo.loss_at(losses.PoissonNLL(log_input=False), y, targets=t)
+    assert found == pytest.approx((y - t * np.log(y + 1e-7)).mean(), rel=1e-3)
 
 
 @pytest.mark.parametrize(

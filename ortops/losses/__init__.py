@@ -107,6 +107,11 @@ _BINARY = (
     "of the model; 'BinaryCrossEntropy' for other probabilities"
 )
 
+_DIVERGENCE = (
+    "use 'KullbackLeibler(reduction=\"batchmean\")', the sum for each row as in Keras, or "
+    "'KullbackLeibler', whose mean divides by the number of elements as in PyTorch"
+)
+
 OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(
         ("crossentropy", "softmaxcrossentropywithlogits", "sparsecategoricalcrossentropy"),
@@ -125,15 +130,16 @@ OTHER_NAMES: Mapping[str, str] = {
     "bce": _BINARY,
     "bcewithlogits": "BinaryCrossEntropyWithLogits",
     "nll": "NegativeLogLikelihood",
-    **dict.fromkeys(("kldiv", "kldivergence", "kullbackleiblerdivergence"), "KullbackLeibler"),
-    "kld": "KullbackLeibler",
+    "kldiv": "KullbackLeibler",  # PyTorch's, whose mean divides by the number of elements
+    **dict.fromkeys(("kldivergence", "kullbackleiblerdivergence", "kld"), _DIVERGENCE),
     "binaryfocalcrossentropy": "use 'Focal'",
     "categoricalfocalcrossentropy": "use 'Focal'",
     "tripletmargin": "Triplet",
     **dict.fromkeys(("cosinesimilarity", "contrastive"), "use 'CosineEmbedding' or 'InfoNCE'"),
     "ntxent": "use 'InfoNCE'",
     **dict.fromkeys(("pinball", "quantileregression"), "Quantile"),
-    **dict.fromkeys(("poisson",), "PoissonNLL"),
+    "poisson": "use 'PoissonNLL(log_input=False)' for rates, as Keras reads, or 'PoissonNLL' for "
+    "their logarithms, as PyTorch reads",
     "gaussian": "GaussianNLL",
     "causallm": "NextToken",
     **dict.fromkeys(("v8detection", "tal", "detection", "yolo"), "TaskAligned"),
