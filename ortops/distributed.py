@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from ortops.arguments import number
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError, UnsupportedError
+from ortops.graph.row_axes import along
 from ortops.mpi import MPI
 from ortops.training.data import rows
 from ortops.training.feeds import Checked
@@ -32,7 +33,6 @@ from ortops.training.fitting import Shared, StepStrategy
 from ortops.training.gradients import Accumulation, Gradients
 from ortops.training.loaded_model import LoadedModel
 from ortops.training.model_file import bytes_digest
-from ortops.training.row_axes import along
 from ortops.training.session import TrainingSession
 from ortops.training.steps import Steps
 

@@ -19,10 +19,10 @@ from ortops.building.builder import build_training_model
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.external import serialize
+from ortops.graph.row_axes import rows_first, rows_to
 from ortops.losses import Combined, LossLike
 from ortops.numbers import cast_numbers, is_numeric
 from ortops.optimizers import Optimizer, UpdateRule
-from ortops.training.row_axes import rows_first, rows_to
 from ortops.training.session import TrainingSession
 
 try:

@@ -64,6 +64,7 @@ WITHIN = {
             "weights",
             "squashing",
             "labels",
+            "row_axes",
         ),
     ),
     "graph.files": (
@@ -264,7 +265,6 @@ WITHIN = {
             "position",
             "probabilities",
             "progress_bar",
-            "row_axes",
         ),
         *(
             "tables",

@@ -273,3 +273,26 @@ def test_a_batch_of_one_that_is_fixed_becomes_dynamic() -> None:
     )
     for name, array in first.items():
         np.testing.assert_array_equal(array, other[name])
+
+
+@pytest.mark.parametrize(
+    ("x", "h"), [("s1,4", "s2,3,2"), ("batch,4", "3,batch,2"), ("x_1,4", "h_1,3,2")]
+)
+def test_rows_are_those_of_fit(x: str, h: str) -> None:
+    """Inputs whose batch has another symbol were shared by all rows, as were states."""
+    axis = 0 if h.endswith("3,2") else 1
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+    g (float[{x}] x, float[{h}] h) => (float[{x.replace("4", "2")}] y)
+    <float[4,2] w = {{1,0,0,1,1,1,0,0}}, int64[1] axis = {{{1 - axis}}}>
+    {{ a = MatMul(x, w) s = ReduceSum<keepdims=0>(h, axis) y = Mul(a, s) }}""")
+    draw = np.random.default_rng(0)
+    given, targets = draw.standard_normal((5, 4), np.float32), draw.standard_normal((5, 2))
+    state = draw.standard_normal((5, 3, 2), np.float32)
+    derived = ortops.derivatives.per_sample_gradient(model, loss="MeanSquaredError")
+    feeds = {"x": given, "h": np.moveaxis(state, 0, axis), "targets": targets.astype(np.float32)}
+    session = plain_session(derived)
+    (found,) = session.run(["d_loss_d_w"], feeds)
+    w = np.array([[1, 0], [0, 1], [1, 1], [0, 0]], np.float64)
+    sums = state.astype(np.float64).sum(1)
+    slope = ((given @ w) * sums - targets) * sums  # the mean over two columns, of a square
+    np.testing.assert_allclose(found, given[:, :, None] * slope[:, None], rtol=1e-4, atol=1e-5)

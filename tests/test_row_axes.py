@@ -13,7 +13,7 @@ import pytest
 import ortops
 from ortops import FeedError, ModelError, OrtopsError, TrainingSession
 from ortops.cli import main
-from ortops.training.row_axes import row_axes
+from ortops.graph.row_axes import row_axes
 
 ROWS = 6
 
@@ -212,6 +212,15 @@ def test_axes(shapes: Any, axes: dict[str, int], batch: set[int | str]) -> None:
     assert found.axes == axes
     assert found.batch == batch
     assert not found.doubt
+
+
+def test_outputs_tell_what_their_inputs_do_not() -> None:
+    """After a mean over axis 0, the rows are what outputs and targets have in front."""
+    pooled, other = {"x": ("s0", "s1", 4)}, ("s1", 3)
+    assert row_axes({**pooled, "targets": other}, ["targets"]).axes == {"x": 1, "targets": 0}
+    assert row_axes(pooled, outputs=[other]).axes == {"x": 1}
+    for outputs in ([("s0", "s1", 2), other], [("y0", "y1")], []):
+        assert row_axes(pooled, outputs=outputs).axes == {"x": 0}
 
 
 @pytest.mark.quick(1)

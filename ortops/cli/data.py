@@ -24,11 +24,11 @@ from ortops.data.opening import open_regular
 from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.archive import check_size, read_arrays
 from ortops.graph.files.json_text import read_json
+from ortops.graph.row_axes import along, row_axes_of_model, rows_to
 from ortops.numbers import cast_numbers
 from ortops.optional import optional_module
 from ortops.training import tables
 from ortops.training.arrow import ARROW, open_arrow
-from ortops.training.row_axes import along, row_axes_of_model, rows_to
 from ortops.training.tables import RowIndex
 
 __all__ = [

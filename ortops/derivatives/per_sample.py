@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -22,6 +22,7 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, attribute_values, describe, is_float
 from ortops.graph.files import external
 from ortops.graph.files.serialization import to_proto
+from ortops.graph.row_axes import RowAxes, row_axes_of_model
 from ortops.graph.tensor import IR_VERSION, VARIABLE, Names, Tape, Tensor, op
 from ortops.losses import LossLike
 from ortops.lowering import infer_types, lower_ir
@@ -49,13 +50,13 @@ def per_sample_gradient(
     BatchNormalization uses running statistics.
 
     Args:
-        model: An inference model: a ModelProto, its bytes or its path; it is not modified. The
-            first axis of its first input is the batch, and so is that of other inputs with the same
-            first dimension. It must be dynamic, or 1.
+        model: An inference model: a ModelProto, its bytes or its path; it is not modified. Rows are
+            along the axes along which `ortops.TrainingSession.fit` cuts them; the batch size must
+            be dynamic, or 1.
         loss: See `ortops.build_training_model`.
         trainable: See `ortops.build_training_model`.
-        inputs: See `ortops.build_training_model`. All inputs that the loss adds have one entry per
-            row on axis 0.
+        inputs: See `ortops.build_training_model`. Inputs that the loss adds have the rows where an
+            output of their shape has them.
         max_norm: Clips the gradient of each row, over all parameters, to this norm (it is
             multiplied by ``min(1, max_norm / (norm + 1e-6))``), and sums the rows, as in
             differentially private training. Source: Abadi et al., "Deep learning with differential
@@ -84,22 +85,34 @@ def per_sample_gradient(
     graph = prepared.graph
     _refuse_batch_statistics(graph)
     work = ir.Model(graph, ir_version=IR_VERSION, producer_name="ortops")
-    batch, rows = _rows(graph)
+    found = row_axes_of_model(convert.load_light(model).proto)
+    rows = _rows(graph, found)
+    value, axis = next(iter(rows.items()))
+    dim = None if value.shape is None else value.shape[axis]
+    length = dim.value or "batch" if isinstance(dim, ir.SymbolicDim) else "batch"
     with Tape(graph, names=prepared.names) as tape:
         computed = _loss(prepared, tape, loss, inputs)
-        rows += [tensor.value for tensor in computed.inputs]
-        _bind_one_row(work, batch, rows)
+        for tensor in computed.inputs:
+            place = found.of_target(tensor.shape)
+            if place is None and found.fixed == 1:
+                raise ModelError(
+                    f"loss: input '{tensor.name}' must have the rows on an axis, got shape "
+                    f"{list(tensor.shape or ())}; declare it with inputs="
+                )
+            if place is not None:
+                rows[tensor.value] = place
+        _bind_one_row(work, found, rows)
         parameters = [tape.tensor(value) for value in reached(prepared.choice, computed.value)]
         slopes = grad(computed.value, parameters)
         graph.outputs.clear()
         for parameter, slope in zip(parameters, slopes, strict=True):
             tape.output(slope, f"d_loss_d_{parameter.name}")
     work = lower_ir(work)
-    names = {value.name or "" for value in rows}
-    _take_rows(work.graph, names)
+    axes = {value.name or "": axis for value, axis in rows.items()}
+    _take_rows(work.graph, axes)
     infer_types(work)
-    in_axes = {value.name or "": 0 for value in work.graph.inputs if value.name in names}
-    add_axis(work, in_axes, length=batch)
+    in_axes = {n: axes[n] for value in work.graph.inputs if (n := value.name or "") in axes}
+    add_axis(work, in_axes, length=length)
     if max_norm is not None:
         _sum_clipped(work.graph, max_norm)
     result = to_proto(work)
@@ -117,21 +130,18 @@ def _refuse_batch_statistics(graph: ir.Graph) -> None:
             )
 
 
-def _rows(graph: ir.Graph) -> tuple[str, list[ir.Value]]:
-    """Returns the symbol of the batch, and the inputs that have it on axis 0."""
+def _rows(graph: ir.Graph, found: RowAxes) -> dict[ir.Value, int]:
+    """Returns the axes of the rows of the inputs that have them."""
     given = [value for value in graph.inputs if value.name not in graph.initializers]
     first = next((v for v in given if v.shape is None or len(v.shape)), None)
     if first is None or first.shape is None:
         raise ModelError("model: it needs an input of known rank whose axis 0 is the batch")
-    dim = first.shape[0]
-    if isinstance(dim, int) and dim != 1:
+    if found.fixed not in (None, 1):
         raise ModelError(
-            f"model: input '{first.name}' has a fixed batch size of {dim}; make it dynamic with "
-            "ortops.surgery.free_batch"
+            f"model: input '{first.name}' has a fixed batch size of {found.fixed}; make it dynamic "
+            "with ortops.surgery.free_batch"
         )
-    symbol = None if isinstance(dim, int) else dim.value
-    found = [v for v in given if v is first or (v.shape and v.shape[0] == dim)]
-    return symbol or "batch", found
+    return {v: found.axes[v.name or ""] for v in given if v.name in found.axes}
 
 
 def _loss(
@@ -158,7 +168,7 @@ def _loss(
     for tensor in computed.inputs:
         if not tensor.shape:
             raise ModelError(
-                f"loss: input '{tensor.name}' must have one entry per row on axis 0, got shape "
+                f"loss: input '{tensor.name}' must have one entry per row on an axis, got shape "
                 f"{'unknown' if tensor.shape is None else []}; declare it with inputs="
             )
     for message in (*prepared.choice.said, *computed.said):
@@ -166,29 +176,32 @@ def _loss(
     return computed
 
 
-def _bind_one_row(work: ir.Model, batch: str, rows: Sequence[ir.Value]) -> None:
+def _bind_one_row(work: ir.Model, found: RowAxes, rows: Mapping[ir.Value, int]) -> None:
     """Sets the batch size to 1, and infers the shapes that follow from it."""
-    for value in rows:
+    for value, axis in rows.items():
         assert value.shape is not None
-        value.shape = ir.Shape([1, *list(value.shape)[1:]])
+        dims = list(value.shape)
+        dims[axis] = 1
+        value.shape = ir.Shape(dims)
     for value in work.graph.initializers.values():
         if is_float(value):
             value.meta[VARIABLE] = True  # constants would be folded
-    bind_sizes(work, {batch: 1})
+    bind_sizes(work, {symbol: 1 for symbol in found.batch if isinstance(symbol, str)})
 
 
-def _take_rows(graph: ir.Graph, names: set[str]) -> None:
+def _take_rows(graph: ir.Graph, axes: Mapping[str, int]) -> None:
     """Gives the inputs of a batch of one row the shape of the row."""
     tape = Tape(graph, before=graph[0], names=Names(graph))
     with tape:
-        for value in [value for value in graph.inputs if value.name in names]:
+        for value in [value for value in graph.inputs if value.name in axes]:
             assert value.shape is not None
-            row = ir.Value(type=value.type, shape=ir.Shape(list(value.shape)[1:]))
+            axis, dims = axes[value.name or ""], list(value.shape)
+            row = ir.Value(type=value.type, shape=ir.Shape(dims[:axis] + dims[axis + 1 :]))
             users = list(value.uses())
             row.name, value.name = value.name, tape.names.unique(f"{value.name}_batch")
             graph.inputs[graph.inputs.index(value)] = row
             if users:
-                value.replace_all_uses_with(op.Unsqueeze(tape.tensor(row), [0]).value)
+                value.replace_all_uses_with(op.Unsqueeze(tape.tensor(row), [axis]).value)
 
 
 def _sum_clipped(graph: ir.Graph, max_norm: float) -> None:

@@ -106,7 +106,7 @@ def open_data(
             - the path of a Parquet, Arrow or Feather file, or a dataset of pyarrow, of which the
                 columns with names of inputs are read in blocks;
             - arrays by name, which are sliced along the axis of the rows, axis 0 unless another is
-                known to be the batch (see `ortops.training.row_axes`): all have the same number of
+                known to be the batch (see `ortops.graph.row_axes`): all have the same number of
                 rows, except for inputs without such an axis, which are the same in every batch.
                 Sparse arrays, and arrays that are not in memory (h5py, zarr, memory maps), are read
                 batch by batch;

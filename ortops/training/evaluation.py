@@ -18,6 +18,7 @@ from ortops.execution.memory import Memory
 from ortops.execution.onnxruntime_sessions import run_session
 from ortops.execution.providers import CPU
 from ortops.graph.files import external
+from ortops.graph.row_axes import Pieces
 from ortops.inference import InferenceSession
 from ortops.lowering import to_proto
 from ortops.metrics import Metric, StreamingMetric
@@ -28,7 +29,6 @@ from ortops.training.data import Data, rows
 from ortops.training.feeds import Input, Inputs
 from ortops.training.gradients import number_of
 from ortops.training.loaded_model import LoadedModel, reads
-from ortops.training.row_axes import Pieces
 from ortops.training.sample_weights import ClassWeight, SampleWeight, Weighed, weigh
 from ortops.training.samples import Collate
 from ortops.training.training_metrics import Measured, TrainingMetrics, add_batch

@@ -17,10 +17,10 @@ import onnxruntime
 from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.execution.step import Step
 from ortops.graph.labels import Labels, read_labels
+from ortops.graph.row_axes import RowAxes, row_axes, rows_to
 from ortops.graph.tensor import numpy_dtype
 from ortops.numbers import cast_numbers
 from ortops.training import tables
-from ortops.training.row_axes import RowAxes, row_axes, rows_to
 
 __all__ = [
     "Checked",

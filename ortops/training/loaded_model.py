@@ -30,6 +30,7 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import initializers
+from ortops.graph.row_axes import row_axes_of_model
 from ortops.passes.rematerialization import Checkpoint
 from ortops.trainable.initialization import initial_values
 from ortops.trainable.metadata import (
@@ -48,7 +49,6 @@ from ortops.training.initial_values import (
     given_values,
 )
 from ortops.training.position import ResumeState, read_position
-from ortops.training.row_axes import row_axes_of_model
 from ortops.training.state import State, check_dict, masters
 from ortops.uninterrupted import finished_at_exit, run_uninterrupted
 

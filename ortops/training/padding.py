@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from ortops.arguments import choice, number, whole_number
 from ortops.errors import ArgumentError, FeedError, did_you_mean
+from ortops.graph.row_axes import rows_to
 from ortops.training.feeds import Inputs, listed
-from ortops.training.row_axes import rows_to
 
 __all__ = ["Pad", "ragged_axes"]
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.training.row_axes import along
+from ortops.graph.row_axes import along
 
 __all__ = [
     "as_cell",

@@ -74,6 +74,16 @@ class RowAxes:
             return own[0]  # a state, of which the exporter names the batch in its own way
         return None if dims[0] in self.others else 0
 
+    def of_target(self, dims: Dims) -> int | None:
+        """Returns the axis of a target that has the rows, or None if it is the same in every batch.
+
+        Args:
+            dims: Its shape, which is read as that of an output, but has to show the rows.
+        """
+        axis = self.of_output(dims)
+        is_guess = axis == 0 and dims and dims[0] not in self.batch
+        return None if is_guess and dims and (self.fixed == 1 or _is_size(dims[0])) else axis
+
 
 def row_axes_of_model(model: onnx.ModelProto) -> RowAxes:
     """Finds the axis that has the rows, in each input of a model and of its losses.
@@ -85,7 +95,8 @@ def row_axes_of_model(model: onnx.ModelProto) -> RowAxes:
     shapes = {v.name: _dims(v) for v in model.graph.input if v.name not in given}
     of_loss = {v.name: _dims(v) for info in model.training_info for v in info.algorithm.input}
     targets = of_loss.keys() - shapes.keys()
-    return row_axes({**of_loss, **shapes}, targets, _recurrent_axes(model.graph))
+    outputs = [_dims(value) for value in model.graph.output]
+    return row_axes({**of_loss, **shapes}, targets, _recurrent_axes(model.graph), outputs)
 
 
 def _dims(value: onnx.ValueInfoProto) -> Dims:
@@ -99,13 +110,15 @@ def row_axes(
     shapes: Mapping[str, Dims],
     targets: Collection[str] = (),
     known: Mapping[str, int] | None = None,
+    outputs: Iterable[Dims] = (),
 ) -> RowAxes:
     """Finds the axis that has the rows, in each input of a training step.
 
     Rows are along axis 0 of the first input of the model, whatever its symbol is, along the
     dimension with the same symbol elsewhere, and along axis 0 of inputs that have another symbol
     there. A symbol that is called ``batch…``, or that recurrent layers have at the place of the
-    batch, is that of the rows on any axis. If axis 0 of the first input has a static size, this is
+    batch, is that of the rows on any axis; so is one that targets or outputs have in front, if none
+    of them has that of axis 0. If axis 0 of the first input has a static size, this is
     the batch size; inputs without it, such as targets of shape [time] for an input of shape
     [1, time], are the same in every batch. Targets are read as outputs of the model are.
 
@@ -113,10 +126,12 @@ def row_axes(
         shapes: The shape of each input.
         targets: Those that the model does not have.
         known: The axes of inputs that recurrent layers read as rows.
+        outputs: The shapes of outputs.
     """
     own = {name: dims for name, dims in shapes.items() if name not in targets}
     known = {n: a for n, a in (known or {}).items() if a < len(own.get(n) or ())}
-    batch, doubt = _batch({name: dims for name, dims in own.items() if dims}, known)
+    results = [*outputs, *(shapes[name] for name in targets)]
+    batch, doubt = _batch({name: dims for name, dims in own.items() if dims}, known, results)
     sized, every = any(map(_is_size, batch)), _symbols(own.values())
     beside = _symbols(dims for dims in own.values() if batch & set(dims or ())) - batch
     axes = {}
@@ -132,13 +147,10 @@ def row_axes(
         ):
             axes[name] = 0
     rows = RowAxes(axes, _with_firsts(batch, own, axes), every - batch, doubt)
-    for name, dims in shapes.items():  # of targets: they are shaped as outputs
-        of_target = rows.of_output(dims) if name in targets else None
-        is_guess = of_target == 0 and dims is not None and dims[0] not in rows.batch
-        if is_guess and dims and (rows.fixed == 1 or _is_size(dims[0])):
-            continue
-        if of_target is not None:
-            axes[name] = of_target
+    for name in targets:
+        axis = rows.of_target(shapes[name])
+        if axis is not None:
+            axes[name] = axis
     batch = _with_firsts(batch, shapes, axes)
     return RowAxes(axes, batch, _symbols(shapes.values()) - batch, doubt)
 
@@ -162,7 +174,9 @@ def _symbols(shapes: Iterable[Dims]) -> frozenset[str]:
 
 
 def _batch(
-    shapes: Mapping[str, Sequence[int | str | None]], known: Mapping[str, int]
+    shapes: Mapping[str, Sequence[int | str | None]],
+    known: Mapping[str, int],
+    results: Sequence[Dims],
 ) -> tuple[frozenset[int | str], str]:
     """Returns the symbols of the batch dimension, or its size, and what is uncertain."""
     if named := {symbol for symbol in _symbols(shapes.values()) if _BATCH.fullmatch(symbol)}:
@@ -175,6 +189,9 @@ def _batch(
     if isinstance(chosen, int) and chosen != 1:  # as in the edges of a graph, [2, edges]
         others = (dims[0] for dims in rest if isinstance(dims[0], str) and dims[0] not in first)
         chosen = next(others, chosen)
+    if isinstance(chosen, str) and chosen not in _symbols(results):  # as after a mean over time
+        told = _symbols([first]) & {dims[0] for dims in results if dims}
+        chosen = next(iter(told)) if len(told) == 1 else chosen
     if not isinstance(chosen, str) or not _TIME.fullmatch(chosen):
         return frozenset() if chosen is None else frozenset([chosen]), ""
     with_symbols = [dims for dims in shapes.values() if _symbols([dims])]
