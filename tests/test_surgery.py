@@ -1137,3 +1137,15 @@ def test_exported_classifiers(kind: str, batch: int, dynamo: bool) -> None:
     assert run(changed, {name: more.numpy()})[0].shape == (3 * batch, classes + 2)
     sizes = {a.shape for a in weights_of(changed).values()}
     assert any(classes + 2 in shape for shape in sizes)
+
+
+@pytest.mark.parametrize(("x", "k"), [("n", "n"), ("a_1", "b_1"), ("1", "1")])
+def test_a_hidden_batch_is_freed_whatever_inputs_call_it(x: str, k: str) -> None:
+    """PyTorch gives the batch of each input a name of its own for `dynamic_axes` as lists."""
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+    g (float[{x},4] x, float[{k},4] k) => (float[y_1,8] y) <int64[2] s = {{1,8}}>
+    {{ a = Concat<axis=1>(x, k) y = Reshape(a, s) }}""")
+    freed = ortops.surgery.free_batch(model)
+    feeds = {name: np.random.default_rng(0).random((3, 4), np.float32) for name in ("x", "k")}
+    (y,) = run(freed, feeds)
+    np.testing.assert_array_equal(y, np.concatenate([feeds["x"], feeds["k"]], axis=1))

@@ -94,9 +94,10 @@ def row_axes_of_model(model: onnx.ModelProto) -> RowAxes:
     given = {tensor.name for tensor in model.graph.initializer}
     shapes = {v.name: _dims(v) for v in model.graph.input if v.name not in given}
     of_loss = {v.name: _dims(v) for info in model.training_info for v in info.algorithm.input}
-    targets = of_loss.keys() - shapes.keys()
+    targets = [name for name in of_loss if name not in shapes]
     outputs = [_dims(value) for value in model.graph.output]
-    return row_axes({**of_loss, **shapes}, targets, _recurrent_axes(model.graph), outputs)
+    every = {**shapes, **of_loss, **shapes}  # in this order, with the shapes of the model
+    return row_axes(every, targets, _recurrent_axes(model.graph), outputs)
 
 
 def _dims(value: onnx.ValueInfoProto) -> Dims:
@@ -118,9 +119,9 @@ def row_axes(
     dimension with the same symbol elsewhere, and along axis 0 of inputs that have another symbol
     there. A symbol that is called ``batch…``, or that recurrent layers have at the place of the
     batch, is that of the rows on any axis; so is one that targets or outputs have in front, if none
-    of them has that of axis 0. If axis 0 of the first input has a static size, this is
-    the batch size; inputs without it, such as targets of shape [time] for an input of shape
-    [1, time], are the same in every batch. Targets are read as outputs of the model are.
+    of them has that of axis 0. If axis 0 of the first input has a static size, this is the batch
+    size; inputs without it, such as targets of shape [time] for an input of shape [1, time], are
+    the same in every batch. Targets are read as outputs of the model are.
 
     Args:
         shapes: The shape of each input.

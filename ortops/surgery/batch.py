@@ -23,6 +23,7 @@ from ortops.errors import (
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import describe, read_inputs
+from ortops.graph.row_axes import RowAxes, row_axes_of_model
 from ortops.graph.tensor import Names, Tape, Tensor, op
 from ortops.surgery.reading import (
     Array,
@@ -74,9 +75,9 @@ def free_batch(
         model: A ModelProto, its bytes, or its path; not changed.
         dimension: The name of the batch axis in the shapes of inputs and outputs.
         inputs: The inputs with the batch on axis 0, or a mapping from inputs to their batch axes.
-            By default, the inputs whose axis 0 has the size of the first input's axis 0; or, if
-            that axis has a name, those with an axis of this name. A named axis counts as size 1, as
-            nodes may still have been exported for this size.
+            By default, those along which `ortops.TrainingSession.fit` cuts rows: the inputs whose
+            axis 0 has the size of the first input's axis 0, or a name. A named axis counts as size
+            1, as nodes may still have been exported for this size.
 
     Returns:
         A new model of the same opset. External data stay external, relative to the folder of the
@@ -101,7 +102,7 @@ def free_batch(
     """
     work, proto, folder = read(model)
     refuse_training(proto, "free the batch before build_training_model")
-    axes, batch = _batched(work.graph, inputs)
+    axes, batch = _batched(work.graph, inputs, row_axes_of_model(proto))
     for value in work.graph.inputs:
         for place, dim in enumerate(value.shape or ()):
             if getattr(dim, "value", None) == dimension and axes.get(value) != place:
@@ -122,7 +123,7 @@ def free_batch(
 
 
 def _batched(
-    graph: ir.Graph, inputs: Iterable[str] | Mapping[str, int] | None
+    graph: ir.Graph, inputs: Iterable[str] | Mapping[str, int] | None, rows: RowAxes
 ) -> tuple[dict[ir.Value, int], int]:
     """Returns the batch axes of the inputs, and the batch size."""
     fed = {v.name or "": v for v in graph.inputs if v.name not in graph.initializers}
@@ -135,9 +136,9 @@ def _batched(
                 f"{value.shape}"
             )
     if inputs is None:
-        first = next(iter(fed.values()))
-        size = _axis_size(first, 0)
-        axes = {v: place for v in fed.values() if (place := _batch_axis(v, first)) is not None}
+        axes = {fed[name]: axis for name, axis in rows.axes.items()}
+        axes = axes or {next(iter(fed.values())): 0}
+        size = _axis_size(*next(iter(axes.items())))
     else:
         given = {inputs: 0} if isinstance(inputs, str) else inputs
         places = given if isinstance(given, Mapping) else dict.fromkeys(given, 0)
@@ -156,16 +157,6 @@ def _batched(
                 "the same batch size (inputs=)"
             )
     return axes, size
-
-
-def _batch_axis(value: ir.Value, first: ir.Value) -> int | None:
-    """Returns the batch axis of an input: axis 0, or the axis with the name of the first batch."""
-    assert first.shape is not None
-    assert value.shape is not None
-    batch, dims = first.shape[0], list(value.shape)
-    if isinstance(batch, ir.SymbolicDim) and batch.value is not None:
-        return dims.index(batch) if batch in dims else None
-    return 0 if dims and dims[0] == batch else None
 
 
 def _axis_size(value: ir.Value, axis: int) -> int:
