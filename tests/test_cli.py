@@ -275,6 +275,7 @@ def test_a_folder_of_images_by_class(pictures, capsys):
     assert json.loads(capsys.readouterr().out)["accuracy"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.optional("PIL", "images")
 def test_classes_of_folders_are_those_of_image_folder(pictures, capsys):
     """An empty subfolder moved the numbers of the classes behind it."""

@@ -476,6 +476,7 @@ def test_fit_with_turns() -> None:
     assert history[-1]["learning_rate"] == rates["second"]
 
 
+@pytest.mark.slow
 def test_learning_rates_with_turns(tmp_path: Path) -> None:
     """Those of the last step of each entry, by its name, also if a training is resumed."""
     falling = SGD(ortops.schedules.exponential(0.4, factor=0.5))

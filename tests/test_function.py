@@ -452,6 +452,7 @@ def test_bfloat16() -> None:
         assert pullback(x)[0].tolist() == [3, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [False, True])
 def test_outputs_that_are_declared_with_a_wrong_shape(hidden: bool) -> None:
     """As exporters do; a seed has the computed rank, also where that is known in a run only."""

@@ -300,6 +300,7 @@ def test_a_model_of_one_row_reads_the_time_whole(text: str, tmp_path: Path) -> N
     np.testing.assert_array_equal(found, weights[0])
 
 
+@pytest.mark.slow
 def test_a_model_of_one_row_refuses_several() -> None:
     x, made = drawn(6, 1, 9), session(ONE)
     data = {"x": x, "targets": drawn(9)}
@@ -320,6 +321,7 @@ LSTM = """g (float[5,x_1,4] x, float[1,h_1,2] h) => (float[5,1,y_1,2] y, float[1
 <float[1,6,4] w, float[1,6,2] r> {{ {nodes} y, hn = GRU<hidden_size=2>({x}, w, r, , , {h}) }}"""
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("nodes", "x", "h"),
     [

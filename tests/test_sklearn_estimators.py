@@ -151,6 +151,7 @@ def test_warm_start_goes_on_and_fit_begins_anew(iris):
     assert cold.session_.steps_done == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [None, 0.3])
 def test_warm_start_takes_a_changed_learning_rate(iris, rate):
     """As MLPClassifier does; with SGD, one fit is two with other rates, step by step."""

@@ -324,6 +324,7 @@ def test_a_part_of_an_epoch_goes_on(tmp_path: Path) -> None:
     assert other.fit(DATA, resume=True, **arguments()) == whole
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_accumulators_that_updates_make(stop: int, tmp_path: Path) -> None:
     """R² knows its columns from the first batch; a data class may declare what it accumulates."""

@@ -375,6 +375,7 @@ def test_trained_weights_go_back_into_the_original(opset: int, tmp_path: Path) -
     assert original.SerializeToString(deterministic=True) == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("opset", [14, 20])
 def test_an_original_in_training_mode_becomes_an_inference_model(
     opset: int, tmp_path: Path
