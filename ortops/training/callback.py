@@ -80,7 +80,8 @@ class Callback:
     """The base class of callbacks, which `fit` calls: ``fit(…, callbacks=[…])``.
 
     Subclass it and override the methods that you need. They may read, evaluate, save and change the
-    session. An exception ends training and is raised by `fit`.
+    session. An exception ends training and is raised by `fit`, once the other callbacks have seen
+    the event and have saved.
 
     For each event, all callbacks are called in the order in which they were given, and then
     `on_save` of each. Save the session only in `on_save`: the file also holds the `state` of all
