@@ -221,6 +221,19 @@ def test_calls_of_the_page_for_newcomers_run(
                 assert eval(expression.replace("CALL", call), names)
 
 
+def test_examples_of_docstrings_need_only_the_package() -> None:
+    """An installation has no `models`."""
+    package = Path(importlib.import_module("ortops").__file__ or "").parent
+    needs = re.compile(r"^\s*(?:>>>|\.\.\.)\s+(?:from|import)\s+(?:models|tests|benchmarks)\b")
+    lines = [
+        f"{path.relative_to(package)}:{number}"
+        for path in sorted(package.rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if needs.match(line)
+    ]
+    assert lines == []
+
+
 def test_every_page_is_in_the_index() -> None:
     index = DOCS / "README.md"
     text = index.read_text(encoding="utf-8")

@@ -61,9 +61,9 @@ def find_batch_size(
             the session is joined with others.
 
     Example:
-        >>> from models import line
-        >>> rows = {name: array.repeat(8, 0) for name, array in line.BATCH.items()}
-        >>> session = line.session()
+        >>> from ortops import examples
+        >>> rows = {name: array.repeat(8, 0) for name, array in examples.BATCH.items()}
+        >>> session = examples.session()
         >>> find_batch_size(session, rows), session.steps_done
         (8, 0)
     """

@@ -38,14 +38,14 @@ class Record:
         stopped: The reason given to `stop`, if it was called.
 
     Example:
-        >>> from models import line
+        >>> from ortops import examples
         >>> from ortops.callbacks import Callback
         >>> class Patience(Callback):
         ...     def on_step(self, record, session):
         ...         if record.values["loss"] < 0.1:
         ...             record.stop(f"the loss is small at step {record.step}")
-        >>> session = line.session()
-        >>> _ = session.fit([line.BATCH] * 9, callbacks=[Patience()], progress=False)
+        >>> session = examples.session()
+        >>> _ = session.fit([examples.BATCH] * 9, callbacks=[Patience()], progress=False)
         >>> session.steps_done
         3
     """
