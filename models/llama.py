@@ -6,11 +6,7 @@ The nodes and names are those of onnxruntime-genai's builder 0.18
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-
-from ortops.llm import FineTuning
 
 __all__ = [
     *("CONTEXT", "HEADS", "HIDDEN", "LAYERS", "PAIRS", "WIDE", "WORDS"),
@@ -144,14 +138,6 @@ def llama(*, bits: int = 32, seed: int = 0, layers: int = LAYERS) -> onnx.ModelP
     linear(y, "lm_head", HIDDEN, WORDS)
     nodes[-1].output[0] = "logits"
     return _model(nodes, stored, layers)
-
-
-@functools.cache
-def fine_tuning() -> FineTuning:
-    """Returns a fine-tuning of the model, for examples."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder)
-    return FineTuning(write(folder), rank=2)
 
 
 _MICROSOFT = ("GroupQueryAttention", "MatMulNBits", "SkipSimplifiedLayerNormalization")

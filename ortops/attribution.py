@@ -96,8 +96,8 @@ def saliency(
     Source: Simonyan et al., Deep Inside Convolutional Networks, 2013, https://arxiv.org/abs/1312.6034
 
     Example:
-        >>> from models import lenet
-        >>> model = saliency(lenet.lenet())
+        >>> from ortops import examples
+        >>> model = saliency(examples.lenet())
         >>> onnx.helper.printable_value_info(model.graph.output[-1])
         '%attribution[FLOAT, batchx1x8x8]'
     """
@@ -149,8 +149,8 @@ def integrated_gradients(
     https://arxiv.org/abs/1703.01365
 
     Example:
-        >>> from models import lenet
-        >>> model = integrated_gradients(lenet.lenet(), baseline="input", target="input")
+        >>> from ortops import examples
+        >>> model = integrated_gradients(examples.lenet(), baseline="input", target="input")
         >>> [value.name for value in model.graph.input]
         ['images', 'target', 'baseline']
     """
@@ -211,8 +211,8 @@ def smooth_grad(
     Source: Smilkov et al., SmoothGrad, 2017, https://arxiv.org/abs/1706.03825
 
     Example:
-        >>> from models import lenet
-        >>> model = smooth_grad(lenet.lenet(), samples=10, noise=0.1)
+        >>> from ortops import examples
+        >>> model = smooth_grad(examples.lenet(), samples=10, noise=0.1)
         >>> [value.name for value in model.graph.output]
         ['logits', 'attribution']
     """
@@ -280,8 +280,8 @@ def grad_cam(
     Source: Selvaraju et al., Grad-CAM, 2016, https://arxiv.org/abs/1610.02391
 
     Example:
-        >>> from models import lenet
-        >>> model = grad_cam(lenet.lenet())
+        >>> from ortops import examples
+        >>> model = grad_cam(examples.lenet())
         >>> onnx.helper.printable_value_info(model.graph.output[-1])
         '%attribution[FLOAT, batchx1x8x8]'
     """

@@ -56,8 +56,8 @@ class Communicator(Protocol):
         ...     rank, size = 0, 1
         ...     def sum(self, array): ...
         ...     def broadcast(self, array): ...
-        >>> from models import line
-        >>> join(line.session(), Nobody()).size
+        >>> from ortops import examples
+        >>> join(examples.session(), Nobody()).size
         1
     """
 
@@ -113,9 +113,9 @@ def join(
             `ortops.TrainingSession.gradients`).
 
     Example:
-        >>> from models import line
-        >>> session = join(line.session(), line.Alone())
-        >>> session.step(line.BATCH)["loss"]
+        >>> from ortops import examples
+        >>> session = join(examples.session(), examples.Alone())
+        >>> session.step(examples.BATCH)["loss"]
         array(1., dtype=float32)
     """
     if not isinstance(session, TrainingSession):
@@ -163,9 +163,9 @@ class JoinedSession(TrainingSession):
         communicator: Communicates between ranks.
 
     Example:
-        >>> from models import line
-        >>> session = JoinedSession(line.session(), line.Alone())
-        >>> session.fit(line.BATCH, progress=False)[0]["loss"], session.rank, session.size
+        >>> from ortops import examples
+        >>> session = JoinedSession(examples.session(), examples.Alone())
+        >>> session.fit(examples.BATCH, progress=False)[0]["loss"], session.rank, session.size
         (1.0, 0, 1)
     """
 
@@ -208,9 +208,9 @@ class JoinedSession(TrainingSession):
         """Resets the training to its start, that of rank 0.
 
         Example:
-            >>> from models import line
-            >>> session = join(line.session(), line.Alone())
-            >>> _ = session.step(line.BATCH)
+            >>> from ortops import examples
+            >>> session = join(examples.session(), examples.Alone())
+            >>> _ = session.step(examples.BATCH)
             >>> session.reset()
             >>> session.steps_done
             0

@@ -58,9 +58,9 @@ class UnexpectedArgumentError(ArgumentError, TypeError):
 
     Example:
         >>> import ortops
-        >>> from models import line
+        >>> from ortops import examples
         >>> try:
-        ...     line.session().fit(line.BATCH, verbose=0)
+        ...     examples.session().fit(examples.BATCH, verbose=0)
         ... except TypeError as error:
         ...     print(error)
         fit has no argument 'verbose'; use progress=True or progress=False
@@ -104,9 +104,9 @@ class FeedError(OrtopsError, ValueError):
     Example:
         >>> import numpy as np
         >>> import ortops
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> session = ortops.TrainingSession(
-        ...     ortops.build_training_model(mlp.mlp((4, 2)), loss="L1", optimizer="SGD"))
+        ...     ortops.build_training_model(examples.mlp((4, 2)), loss="L1", optimizer="SGD"))
         >>> try:
         ...     session.step({"images": np.ones((8, 4), np.float32)})
         ... except ortops.FeedError as error:
@@ -121,9 +121,9 @@ class DivergedError(OrtopsError, ArithmeticError):
     Example:
         >>> import numpy as np
         >>> import ortops
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> session = ortops.TrainingSession(
-        ...     ortops.build_training_model(mlp.mlp((4, 2)), loss="L1", optimizer="SGD"))
+        ...     ortops.build_training_model(examples.mlp((4, 2)), loss="L1", optimizer="SGD"))
         >>> images, targets = np.full((8, 4), np.inf, np.float32), np.ones((8, 2), np.float32)
         >>> try:
         ...     session.fit({"images": images, "targets": targets}, progress=False)

@@ -280,10 +280,10 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         history_: The history of the last `fit`.
 
     Example:
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> X, y = np.array([[0.0], [1.0], [2.0], [3.0]]), np.array(["a", "a", "b", "b"])
         >>> def model(features, classes):
-        ...     return mlp.mlp((features, 8, classes))
+        ...     return examples.mlp((features, 8, classes))
         >>> classifier = OnnxClassifier(model, learning_rate=0.1, epochs=50).fit(X, y)
         >>> classifier.predict([[0.5], [2.5]]).tolist(), classifier.score(X, y)
         (['a', 'b'], 1.0)
@@ -461,10 +461,10 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
         history_: The history of the last `fit`.
 
     Example:
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> X, y = np.array([[0.0], [1.0], [2.0], [3.0]]), np.array([1.0, 3.0, 5.0, 7.0])
         >>> def model(features, targets):
-        ...     return mlp.mlp((features, targets))
+        ...     return examples.mlp((features, targets))
         >>> regressor = OnnxRegressor(model, learning_rate=0.1, epochs=200).fit(X, y)
         >>> regressor.predict([[10.0]]).round(1).tolist(), round(regressor.score(X, y), 3)
         ([21.0], 1.0)

@@ -161,7 +161,7 @@ ROOMS = {
     "attribution": room("attribution.py", "test_attribution"),
     "sklearn": room("sklearn.py", "test_sklearn_estimators"),
     "words": room(
-        "__init__.py arguments.py errors.py numbers.py optional.py other_names.py",
+        "__init__.py arguments.py errors.py examples.py numbers.py optional.py other_names.py",
         "test_arguments test_numbers test_other_names test_builder test_losses test_optimizers "
         "test_tensor test_fit test_data test_without_extensions test_providers test_untrusted",
     ),

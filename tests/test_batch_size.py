@@ -127,6 +127,8 @@ def test_what_does_not_fit() -> None:
 
 def test_what_is_refused() -> None:
     data = labelled((6,), rows=20)
+    with pytest.raises(ArgumentError, match="session must be a TrainingSession, got str"):
+        ortops.find_batch_size("model.onnx", {})  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"limit must be an integer >= 1, got 0"):
         ortops.find_batch_size(session(), data, limit=0)
     with pytest.raises(ArgumentError, match=r"largest must be an integer >= 1, got 0.5"):

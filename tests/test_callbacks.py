@@ -500,9 +500,9 @@ def test_two_checkpoints_remove_their_own_files(tmp_path: Path) -> None:
     data = affine_batch(20)
     with pytest.raises(InterruptedFitError):
         affine_session().fit(data, epochs=4, callbacks=[*both(), Breaking(8)], **QUIET)
-    assert names(tmp_path / "often") == ["6.onnx", "7.onnx"]
+    assert names(tmp_path / "often") == ["7.onnx", "8.onnx"]
     assert names(tmp_path / "seldom") == ["3.onnx", "6.onnx"]
-    resume(tmp_path / "often" / "7.onnx", data, *both())
+    resume(tmp_path / "often" / "8.onnx", data, *both())
     assert names(tmp_path / "often") == ["19.onnx", "20.onnx"]
     assert names(tmp_path / "seldom") == ["18.onnx", "20.onnx"]
 

@@ -667,7 +667,7 @@ def test_pixels_that_do_not_fit(kind: str, options: dict[str, Any], told: str) -
     [
         ({"scale": 0.0}, "--scale must be a finite number other than 0, got 0.0"),
         ({"scale": float("nan")}, "--scale must be a finite number other than 0, got nan"),
-        ({"deviation": [1.0, 0.0, 1.0]}, "--deviation must be a finite number other than 0, got"),
+        ({"deviation": [1.0, 0.0, 1.0]}, "--std must be a finite number other than 0, got"),
         ({"mean": [float("inf")]}, "--mean must have finite numbers, got [inf]"),
     ],
 )
@@ -765,7 +765,8 @@ def test_text_is_no_formula_in_a_table_of_predictions(first: str) -> None:
     name = f"{first}cmd|' C'!A0.png"
     picture(f"photos/{name}")
     picture("photos/-1.5/cat.png")
-    assert main(["predict", "model.onnx", "--data", "photos", "--output", "found.csv"]) == 0
+    words = ["--data", "photos", "--scale", "1", "--output", "found.csv"]
+    assert main(["predict", "model.onnx", *words]) == 0
     with Path("found.csv").open(newline="", encoding="utf-8") as stream:
         header, *rows = csv.reader(stream)
     assert header == ["file", "scores_=1+1", "scores_cat", "'=mean"]

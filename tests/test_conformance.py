@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import shutil
 import subprocess
 import sys
 import unittest
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -18,6 +22,7 @@ import pytest
 from onnx.backend.base import Backend
 from onnx.reference import ReferenceEvaluator
 from packaging.version import Version
+from violations import all_violations
 
 import ortops.backend
 import ortops.reference
@@ -491,9 +496,113 @@ def test_the_command_runs_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "X_new" not in capsys.readouterr().out
 
 
+def edited(case: Path, **facts: Any) -> None:
+    known = json.loads((case / "data.json").read_text())
+    (case / "data.json").write_text(json.dumps(known | facts))
+
+
+def too_wide(name: str, value: object) -> Callable[[Path], object]:
+    return lambda p: (edited(p, **{name: value}), wrong(p / SET / "output_0.pb"))
+
+
+def wrong(path: Path) -> None:
+    """Changes the value of a tensor in a file by 7."""
+    tensor = onnx.load_tensor(path)
+    value = onnx.numpy_helper.to_array(tensor) + 7
+    path.write_bytes(onnx.numpy_helper.from_array(value, tensor.name).SerializeToString())
+
+
+PLAIN, REFUSED, TRAINING = (
+    "test_adam_second_update",
+    "test_refused_adam_float16",
+    "test_training_swap",
+)
+SET, STEP = "test_data_set_0", "training_data_set_0/00_step"
+FLAWS: list[tuple[str, Callable[[Path], object], str]] = [
+    (PLAIN, lambda p: shutil.rmtree(p / SET), "0 data sets, but data.json says 1"),
+    (PLAIN, lambda p: (edited(p, runs=0), shutil.rmtree(p / SET)), "has no data"),
+    (PLAIN, lambda p: (p / SET / "output_0.pb").unlink(), "output_0.pb"),
+    (PLAIN, lambda p: [f.unlink() for f in p.glob(f"{SET}/output*")], "no values of the outputs"),
+    (
+        PLAIN,
+        lambda p: (p / SET / "output_2.pb").unlink(),
+        "data set 0 has no values of the outputs",
+    ),
+    (PLAIN, lambda p: (p / SET / "input_1.pb").write_bytes(b"x"), "DecodeError"),
+    (PLAIN, lambda p: (p / "model.onnx").unlink(), "FileNotFoundError"),
+    (PLAIN, lambda p: (p / "model.onnx").write_bytes(b"x" * 9), "DecodeError"),
+    (PLAIN, lambda p: (p / "data.json").unlink(), "FileNotFoundError"),
+    (PLAIN, lambda p: (p / "data.json").write_text("{}"), "KeyError: "),
+    (PLAIN, lambda p: (p / "data.json").write_text("{"), "JSONDecodeError"),
+    (PLAIN, lambda p: (shutil.rmtree(p), p.write_text("")), "NotADirectoryError"),
+    (PLAIN, lambda p: (p / "test_data_set_x").mkdir(), "ValueError: invalid literal"),
+    *(
+        (PLAIN, too_wide(name, value), f"{name} must be a number >= 0 and < 1, got {value!r}")
+        for name in ("rtol", "atol")
+        for value in (math.inf, math.nan, 1e30, -1.0, "0", None, True)
+    ),
+    (PLAIN, lambda p: edited(p, refused="no"), "refused must be true or false"),
+    (PLAIN, lambda p: edited(p, refused=True), "must be refused has outputs"),
+    (REFUSED, lambda p: (p / SET / "input_3.pb").unlink(), "no values of the inputs"),
+    (REFUSED, lambda p: edited(p, control="test_x"), "control 'test_x' is not among"),
+    (REFUSED, lambda p: edited(p, control=REFUSED), "is not among the valid cases"),
+    (
+        REFUSED,
+        lambda p: (p.parent / PLAIN / "data.json").unlink(),
+        f"the control {PLAIN} is no case",
+    ),
+    (
+        TRAINING,
+        lambda p: shutil.rmtree(p / "training_data_set_0"),
+        "00_step has the input tensors []",
+    ),
+    (TRAINING, lambda p: (p / STEP / "state_1.pb").unlink(), "00_step has the state tensors ['w']"),
+    (TRAINING, lambda p: edited(p, calls=[]), "the case has no data"),
+    (TRAINING, lambda p: edited(p, calls=[{"method": "no", "entry": 0}]), "got 'no'"),
+    (TRAINING, lambda p: edited(p, calls=[{"method": "step", "entry": 7}]), "entry 7"),
+    (TRAINING, lambda p: edited(p, calls=[{"method": "infer", "entry": None}]), "expects"),
+]
+
+
+def test_what_tests_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the others run: a case alone is broken, not the run."""
+    backend = ["--backend", "ortops.reference.backend:Reference", "--data"]
+    with all_violations() as check:
+        for number, (name, change, message) in enumerate(FLAWS):
+            folder = tmp_path / str(number)
+            write([CASES[each] for each in (PLAIN, REFUSED, TRAINING)], folder)
+            change(folder / name)
+            with check((name, message)):
+                assert main([*backend, str(folder), "--only", name]) == 1
+                printed = capsys.readouterr().out
+                assert f": {name}: " in printed
+                assert message in printed
+                assert "| all | 0 / 1 |" in printed
+    assert main([*backend, str(tmp_path / "0")]) == 1
+    assert "| all | 1 / 3 |" in capsys.readouterr().out  # and not what needs it as a control
+    with pytest.raises(SystemExit):
+        main(["--data", str(tmp_path / "0"), "--write", str(tmp_path / "again")])
+    assert f"--write: {PLAIN} cannot be written: ValueError: 0 data" in capsys.readouterr().err
+
+
+def test_a_wrong_number_of_outputs_is_no_refusal() -> None:
+    class Silent(CompleteReference):
+        @classmethod
+        def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> Any:
+            if model is CASES[REFUSED].model:
+                return SimpleNamespace(run=lambda inputs: [])
+            return super().prepare(model, device, **kwargs)
+
+    assert failed(Silent, [CASES[REFUSED]])[REFUSED].startswith("was not refused, although: ")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["--backend", "numpy", "--data", "nowhere"],
+            "--data must be a folder with cases, got 'now",
+        ),
         ([], "--backend or --write is required"),
         (["--backend", "numpy"], "--backend must be MODULE:CLASS, got 'numpy'"),
         (["--backend", "nowhere:A"], "--backend nowhere:A: No module named 'nowhere'"),

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from violations import all_violations
 
@@ -160,6 +161,77 @@ def test_methods_in_the_page_for_newcomers_exist() -> None:
     names = set(re.findall(r"\bsession\.([a-z_]+)", text))
     assert {"step", "save", "state", "predict", "gradients"} <= names
     assert {name for name in names if not hasattr(session, name)} == set()
+
+
+CALLS = {  # of the page for newcomers: what stands there, and what has to be true of it
+    'session.predict({"images": x})["logits"]': "CALL.shape == (8, 2)",
+    "validation_split=0.2": "session.fit(batch, CALL, progress=False)",
+    "session.evaluate([batch])": '"loss" in CALL',
+    'session.step(batch, outputs=["loss"])': 'list(CALL) == ["loss"]',
+    'gradients = session.gradients(batch)`, `gradients["fc2.weight"]': (
+        'session.gradients(batch)["fc2.weight"].shape == (16, 2)'
+    ),
+    'session.state["w"]` of a trained weight': 'session.state["fc2.weight"].shape == (16, 2)',
+    "initializers of `session.inference_model()`": (
+        '"fc1.weight" not in session.state and "fc1.weight" in '
+        "{each.name for each in session.inference_model().graph.initializer}"
+    ),
+    "is a list with a packed array for each type": (
+        "[each.shape for each in session.gradients(batch).flat] == [(32,)]"
+    ),
+    'groups={"*.bias": {"weight_decay": 0.0}}': (
+        "ortops.build_training_model(model, loss=loss, optimizer='AdamW', "
+        'groups={"fc2*": {"weight_decay": 0.0}})'
+    ),
+    "ortops.find_batch_size(session, data)": "ortops.find_batch_size(session, batch) == 8",
+    "fit(accumulate=k)": "session.fit([batch, batch], accumulate=2, progress=False)",
+    "fit(detect_anomaly=True)": "session.fit(batch, detect_anomaly=True, progress=False)",
+    "fit(fast_dev_run=True)": "session.fit(batch, fast_dev_run=True, progress=False)",
+    'TrainingSession(model, recompute="sqrt")': (
+        'ortops.TrainingSession(session.save("t.onnx") or "t.onnx", recompute="sqrt")'
+    ),
+    "`ortops.surgery.name_output`; then `step` returns it": (
+        '"Relu_output" in ortops.TrainingSession(ortops.build_training_model('
+        'ortops.surgery.name_output(model, "Relu_output"), loss=loss, optimizer="SGD")).step(batch)'
+    ),
+    'session.inference_model(original="model.onnx")': "CALL.graph.output[0].name == 'logits'",
+    "SoftmaxCrossEntropy(weights=[…])": "ortops.losses.SoftmaxCrossEntropy(weights=[1, 2])",
+}
+
+
+def test_calls_of_the_page_for_newcomers_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are written: the tables of the page are no examples, which run by themselves."""
+    import ortops
+
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "coming_from.md").read_text(encoding="utf-8")
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], {})  # writes model.onnx
+    x = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+    model, loss = "model.onnx", "SoftmaxCrossEntropy"
+    names: dict[str, Any] = {"ortops": ortops, "model": model, "loss": loss, "x": x}
+    names["batch"] = {"images": x, "labels": np.arange(8) % 2}
+    trainable = ortops.build_training_model(model, loss=loss, optimizer="Adam", trainable=["fc2*"])
+    names["session"] = ortops.TrainingSession(trainable)
+    with all_violations() as check:
+        for call, expression in CALLS.items():
+            with check(call):
+                assert call in text
+                assert eval(expression.replace("CALL", call), names)
+
+
+def test_examples_of_docstrings_need_only_the_package() -> None:
+    """An installation has no `models`."""
+    package = Path(importlib.import_module("ortops").__file__ or "").parent
+    needs = re.compile(r"^\s*(?:>>>|\.\.\.)\s+(?:from|import)\s+(?:models|tests|benchmarks)\b")
+    lines = [
+        f"{path.relative_to(package)}:{number}"
+        for path in sorted(package.rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if needs.match(line)
+    ]
+    assert lines == []
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -16,7 +16,7 @@ import onnxruntime
 import pytest
 from chromium import MODULES, SWIFTSHADER, WEB, page_of, run_page
 from running import CPU
-from training_models import assert_same_arrays
+from training_models import affine, assert_same_arrays
 
 from models import digits
 from models.lenet import lenet
@@ -249,6 +249,8 @@ def test_the_second_page_trains_a_classifier_on_images(target: Any, tmp_path: Pa
     net = lenet((3, 8, 8), channels=(4, 8), hidden=16, classes=3)
     model = build_training_model(net, loss="SoftmaxCrossEntropy", optimizer="Adam")
     export_step(model, tmp_path, web=True, target=target)
+    other = build_training_model(affine(), loss="MeanSquaredError", optimizer="SGD")
+    export_step(other, tmp_path / "wrong")
     session = TrainingSession(model)
     session.learning_rate = 0.01
     train = colors([0, 1, 2, 3, 5, 6, 7, 8])
@@ -291,6 +293,16 @@ def test_the_second_page_trains_a_classifier_on_images(target: Any, tmp_path: Pa
     assert report["guess"] == f"That is {COLORS[guess]}, with ."
     assert report["wrongPicture"] == "'notes.txt' is no image that this browser can read"
     assert_trained_alike(posted["model.onnx"], trained)
+    assert report["wrongFolder"].startswith("this page needs a model with one input of images, ")
+    assert report["unchanged"] is True
+    assert posted["unchanged.onnx"] == posted["model.onnx"]
+    assert report["twice"] == [
+        "Added 0 images. Files that are there already: 0-0.png, 0-1.png, 0-2.png, … (10)",
+        "Added 1 images. Files that are there already: copy.png, copy.png (2)",
+    ]
+    assert report["classesAgain"] == [f"{IMAGES} images"] * 3
+    refused = "learning rate must be a finite float32 number >= 0, got 1e+300"
+    assert report["rates"] == [refused, refused, "6", "0"]
     state = dict(TrainingSession(posted["model.onnx"]).state)
     for file in ("state.safetensors", "kept.safetensors"):
         (tmp_path / file).write_bytes(posted[file])
@@ -313,6 +325,7 @@ def test_the_second_page_trains_a_classifier_on_images(target: Any, tmp_path: Pa
     assert report["reset"][1] == "0.001"
     assert report["incomplete"].startswith("the folder lacks step.json; choose a folder that ")
     assert report["chosen"] == f"Runs on {name}."
+    assert report["untrained"] == ["0", "–"]
     assert report["model2"] == "The chosen folder: 3 classes, images of 8 × 8, color."
     assert report["again"].startswith("Trained 3 steps; accuracy on images set aside ")
     assert report["unnamed"] == []

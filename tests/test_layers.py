@@ -37,6 +37,7 @@ FLOORS = (
     ("data",),
     ("llm",),
     ("__init__",),
+    ("examples",),
     ("cli",),
     ("__main__",),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import shutil
 import signal
@@ -12,12 +13,14 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from violations import all_violations
 
 import ortops
 from models import llama
 from ortops import ArgumentError, FeedError, Tape, op, schedules
 from ortops.cli import main
 from ortops.llm import FineTuning
+from ortops.llm.checking import check_folder
 from ortops.llm.examples import batch_of, example_of, read_examples
 from ortops.llm.folder import open_folder
 from ortops.llm.tokenization import Tokenizer
@@ -953,3 +956,26 @@ def test_nothing_below_the_first_adapter_is_differentiated(tmp_path: Path) -> No
     names = [node.name for node in lowered.graph.node if "Gradient" in node.name]
     assert any("layers.1" in name for name in names)
     assert not [name for name in names if "layers.0" in name]
+
+
+def test_the_examples_of_docstrings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are skipped as doctests, since they need a model, which an installation lacks."""
+    monkeypatch.chdir(tmp_path)
+    llama.write("model")
+    members = [vars(FineTuning)[name] for name in ("fit", "evaluate", "show", "generate", "save")]
+    members += [FineTuning.tokenizer, FineTuning.load, FineTuning, ortops.losses.DPO, check_folder]
+    with all_violations() as check:
+        for member in members:
+            names = {
+                "FineTuning": FineTuning,
+                "DPO": ortops.losses.DPO,
+                "check_folder": check_folder,
+            }
+            test = doctest.DocTestParser().get_doctest(member.__doc__, names, str(member), None, 0)
+            for example in test.examples:
+                example.options.pop(doctest.SKIP, None)
+            printed: list[str] = []
+            with check(member):
+                assert len(test.examples) >= 2
+                doctest.DocTestRunner(verbose=False).run(test, out=printed.append)
+                assert printed == []

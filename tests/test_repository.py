@@ -450,6 +450,33 @@ def top_imports(path: Path) -> set[str]:
     return found
 
 
+def test_what_the_package_imports_is_declared() -> None:
+    """What a module imports at its top is a dependency, and each optional group is imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    others = {"pillow": "PIL", "scikit-learn": "sklearn", "mlflow-skinny": "mlflow"}
+    others |= {"protobuf": "google"}
+
+    def imported(requirements: list[str]) -> set[str]:
+        names = {Requirement(each).name for each in requirements} - {"ortops"}
+        return {others.get(name, name).replace("-", "_") for name in names}
+
+    modules = sorted((ROOT / "ortops").rglob("*.py"))
+    tops = {name for path in modules for name in top_imports(path)} - {"ortops", "__future__"}
+    bridges = {"jax", "numba", "pytensor", "sklearn", "torch"}  # of modules for these
+    assert tops - sys.stdlib_module_names - imported(project["dependencies"]) <= bridges
+    groups = project["optional-dependencies"]
+    for group in ("test", "docs", "lint", "compare", "export", "genai"):  # for those who work on it
+        groups.pop(group)
+    text = "\n".join(path.read_text(encoding="utf-8") for path in modules)
+    unused = {
+        name
+        for name in set().union(*map(imported, groups.values()))
+        if not re.search(rf"^\s*(import|from) {name}\b|\"{name}[.\"]", text, re.MULTILINE)
+    }
+    # SQLite for MLflow, MPI for mpi4py, and pandas, whose frames a user passes
+    assert unused <= {"alembic", "mpich", "pandas", "sqlalchemy"}
+
+
 @pytest.mark.slow
 def test_files_that_import_optional_packages_are_listed() -> None:
     """Otherwise, ./scripts/test fails while it collects tests, where a package is missing."""

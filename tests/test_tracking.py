@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from training_models import affine, affine_batch
+from violations import all_violations
 
 from ortops import (
     ArgumentError,
@@ -18,7 +19,7 @@ from ortops import (
     TrainingSession,
     build_training_model,
 )
-from ortops.callbacks import Callback, OptunaPruning, Tracker
+from ortops.callbacks import Callback, Checkpoint, OptunaPruning, Tracker
 
 QUIET: dict[str, Any] = {"progress": False, "batch_size": 5}
 
@@ -106,10 +107,10 @@ def test_a_resumed_training_continues_its_run(wandb_runs: list[FakeRun], tmp_pat
     first.save(tmp_path / "line.onnx")
     second = TrainingSession(tmp_path / "line.onnx")
     others = [Callback(), Tracker("wandb", mode="offline")]
-    second.fit(affine_batch(20), epochs=3, callbacks=others, resume=True, **QUIET)
+    second.fit(affine_batch(20), epochs=4, callbacks=others, resume=True, **QUIET)
     assert wandb_runs[1].settings == {"mode": "offline", "id": "first", "resume": "allow"}
-    assert wandb_runs[1].config == {}
-    assert [step for step, _ in wandb_runs[1].logged] == [8, 12]
+    assert (wandb_runs[0].config["epochs"], wandb_runs[1].config["epochs"]) == (3, 4)
+    assert [step for step, _ in wandb_runs[1].logged] == [8, 12, 16]
 
 
 def test_a_run_fails_with_its_training(wandb_runs: list[FakeRun]) -> None:
@@ -118,9 +119,70 @@ def test_a_run_fails_with_its_training(wandb_runs: list[FakeRun]) -> None:
     assert [run.exit_code for run in wandb_runs] == [1]
 
 
+FAILURES = {  # of the tool: what it was doing, and the steps in the checkpoint
+    "init": ("begin a run: UsageError: no API key; .*wandb login", None),
+    "update": ("record the parameters: UsageError", None),
+    "log": ("record the metrics of step 4: UsageError", 4),
+    "finish": ("end the run: UsageError", 8),
+}
+
+
+def test_errors_of_a_tool_are_named_after_checkpoints(
+    wandb_runs: list[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class UsageError(Exception):
+        pass
+
+    def fail(*arguments: object, **settings: object) -> None:
+        raise UsageError("no API key")
+
+    with all_violations() as check:
+        for name, (message, steps) in FAILURES.items():
+            owner = {"init": sys.modules["wandb"], "update": FakeConfig}.get(name, FakeRun)
+            path = tmp_path / f"{name}.onnx"
+            with check(name), monkeypatch.context() as patch:
+                patch.setattr(owner, name, fail)
+                with pytest.raises(OrtopsError, match=f"Tracker: wandb could not {message}"):
+                    session().fit(
+                        affine_batch(20),
+                        epochs=2,
+                        callbacks=[Tracker("wandb"), Checkpoint(path)],
+                        **QUIET,
+                    )
+                saved = TrainingSession(path).steps_done if path.exists() else None
+                assert saved == steps
+
+
+def test_what_saves_is_called_whatever_others_raise(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Watching(Callback):
+        def on_step(self, record: Any, session: Any) -> None:
+            seen.append(f"step {record.step}")
+
+        def on_save(self, record: Any, session: Any) -> None:
+            if record.step == 3:
+                raise OSError("the disk is full")
+
+    path, straight = tmp_path / "line.onnx", session()
+    callbacks = [Breaking(), Watching(), Checkpoint(path, every=3)]
+    with pytest.raises(RuntimeError, match="broken") as failed:
+        session().fit(affine_batch(20), epochs=2, callbacks=callbacks, **QUIET)
+    assert seen == ["step 1", "step 2", "step 3"]
+    assert failed.value.__notes__ == ["then Watching.on_save raised OSError('the disk is full')"]
+    resumed = TrainingSession(path)
+    assert resumed.steps_done == 3
+    resumed.fit(affine_batch(20), epochs=2, resume=True, callbacks=[Checkpoint(path)], **QUIET)
+    straight.fit(affine_batch(20), epochs=2, **QUIET)
+    for name, value in straight.state.items():
+        np.testing.assert_array_equal(resumed.state[name], value, strict=True)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Tracker("wandb", parameters={"a": [1]}), r"booleans by name, got 'a': \[1\]"),
+        (lambda: Tracker("wandb", parameters={3: 1}), "booleans by name, got 3: 1"),  # type: ignore[dict-item]
         (lambda: Tracker("comet"), "Tracker: backend must be"),  # type: ignore[arg-type]
         (lambda: Tracker("wandb", every=0), "Tracker: every must be an integer >= 1, got 0"),
         (lambda: Tracker("wandb", id="x"), "id= is set by Tracker"),
@@ -199,12 +261,12 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.optional("mlflow", "mlflow")
-def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:The ..noload.. loader")  # of sqlalchemy 2.1
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    place = (tmp_path / "runs").as_uri()
-    settings: dict[str, Any] = {"tracking_uri": place, "experiment": "lines"}
+    monkeypatch.chdir(tmp_path)  # in a new folder, without any other setting
+    settings: dict[str, Any] = {"experiment": "lines"}
     first = session()
     first.fit(
         affine_batch(20),
@@ -214,21 +276,29 @@ def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     history = first.fit(
         affine_batch(20),
-        epochs=3,
+        epochs=4,
         callbacks=[Callback(), Tracker("mlflow", every=2, **settings)],
         resume=True,
         **QUIET,
     )
-    client = mlflow.MlflowClient(tracking_uri=place)
+    client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("lines").experiment_id])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "a line")
-    assert run.data.params["batch_size"] == "5"
+    assert (run.data.params["batch_size"], run.data.params["epochs"]) == ("5", "3")
+    assert run.data.tags["epochs"] == "4"  # MLflow changes no parameters
     found = client.get_metric_history(run.info.run_id, "epoch/loss")
-    assert [(each.step, each.value) for each in found if each.step in (4, 8, 12)] == [
+    assert [(each.step, each.value) for each in found if each.step in (4, 8, 12, 16)] == [
         (n * 4, pytest.approx(entry["loss"])) for n, entry in enumerate(history, 1)
     ]
     steps = client.get_metric_history(run.info.run_id, "step/loss")
-    assert [each.step for each in steps] == [2, 4, 6, 8, 10, 12]
+    assert [each.step for each in steps] == [2, 4, 6, 8, 10, 12, 14, 16]
+    client.delete_run(run.info.run_id)
+    last = Tracker("mlflow", **settings)
+    with pytest.raises(OrtopsError, match=f"mlflow could not continue the run '{run.info.run_id}'"):
+        first.fit(affine_batch(20), epochs=5, callbacks=[Callback(), last], resume=True, **QUIET)
+    for wrong in ({"experiment": ""}, {"tracking_uri": "ftp://x"}, {"tags": [1]}):
+        with pytest.raises(OrtopsError, match=r"Tracker: mlflow could not begin a run: "):
+            session().fit(affine_batch(20), callbacks=[Tracker("mlflow", **wrong)], **QUIET)
 
 
 @pytest.mark.slow

@@ -240,9 +240,9 @@ def build_training_file(
     Example:
         >>> import tempfile
         >>> import ortops
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     ortops.save_model(mlp.mlp((4, 16, 2)), f"{folder}/model.onnx")
+        ...     ortops.save_model(examples.mlp((4, 16, 2)), f"{folder}/model.onnx")
         ...     ortops.build_training_file(
         ...         f"{folder}/model.onnx",
         ...         f"{folder}/trainable.onnx",

@@ -59,11 +59,11 @@ class ReduceLROnPlateau(Callback):
         has.
 
     Example:
-        >>> from models import line
-        >>> session = line.session()
+        >>> from ortops import examples
+        >>> session = examples.session()
         >>> plateau = ReduceLROnPlateau(patience=1, factor=0.5, monitor="loss", threshold=100.0,
         ...     threshold_mode="absolute")  # so that nothing is an improvement
-        >>> history = session.fit(line.BATCH, epochs=5, callbacks=[plateau], progress=False)
+        >>> history = session.fit(examples.BATCH, epochs=5, callbacks=[plateau], progress=False)
         >>> history.columns["learning_rate"]
         [0.25, 0.25, 0.25, 0.125, 0.125]
     """

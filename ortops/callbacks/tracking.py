@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import numbers
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 from ortops.arguments import choice, whole_number
 from ortops.callbacks.monitor import Monitor, begins_anew, is_line_due
-from ortops.errors import ArgumentError, ModelError
+from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.optional import optional_module
 from ortops.training.callback import Callback, Record
 from ortops.training.session import TrainingSession
@@ -20,6 +22,7 @@ __all__ = ["OptunaPruning", "Tracker"]
 
 Backend: TypeAlias = Literal["wandb", "mlflow"]
 
+_PLAIN = str | bool | numbers.Real | None
 _FORBIDDEN = re.compile(r"[^\w\-. /]", re.ASCII)
 """What MLflow does not allow in names."""
 
@@ -55,7 +58,7 @@ class _Wandb(_Run):
         self.identifier = str(self._run.id)
 
     def parameters(self, values: Mapping[str, object]) -> None:
-        self._run.config.update(dict(values), allow_val_change=True)
+        self._run.config.update(dict(values), allow_val_change=True)  # a resumed run has others
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -82,8 +85,12 @@ class _MLflow(_Run):
         self.identifier = str(self._client.create_run(experiment, **settings).info.run_id)
 
     def parameters(self, values: Mapping[str, object]) -> None:
-        for name, value in values.items():
-            self._client.log_param(self.identifier, _FORBIDDEN.sub("_", name), value)
+        known = self._client.get_run(self.identifier).data.params
+        for name, value in ((_FORBIDDEN.sub("_", name), value) for name, value in values.items()):
+            if name not in known:
+                self._client.log_param(self.identifier, name, value)
+            elif known[name] != str(value):  # MLflow changes no parameters
+                self._client.set_tag(self.identifier, name, value)
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
@@ -100,11 +107,19 @@ class _MLflow(_Run):
 _BACKENDS: Mapping[str, type[_Wandb] | type[_MLflow]] = {"wandb": _Wandb, "mlflow": _MLflow}
 
 
+_REMEDIES = {
+    "wandb": "check Tracker's arguments, log in with 'wandb login', or set mode='offline'",
+    "mlflow": "check Tracker's arguments, and tracking_uri, such as 'sqlite:///runs.db'",
+}
+
+
 class Tracker(Callback):
     """Records a training with Weights & Biases or MLflow.
 
     Hyper-parameters are the arguments of `fit` that determine the rows, the learning rate, the
-    schedule, clipping and averaging of the model, and ``parameters``. Metrics of epochs are called
+    schedule, clipping and averaging of the model, and ``parameters``. Those that a resumed fit
+    changes, such as ``epochs``, are updated; MLflow, whose parameters are final, gets a tag of the
+    same name. Metrics of epochs are called
     ``epoch/<name>``, those of steps, and of validations within epochs, ``step/<name>``, as in
     `TensorBoard`; the x axis is the number of finished steps. A resumed fit continues the run.
 
@@ -123,7 +138,7 @@ class Tracker(Callback):
 
     Raises:
         ArgumentError: If an argument is invalid.
-        OrtopsError: In fit, if the package is not installed.
+        OrtopsError: In fit, if the package is not installed, or raises an error.
 
     Example:
         >>> tracker = Tracker("wandb", project="digits", mode="offline", parameters={"width": 64})
@@ -145,6 +160,12 @@ class Tracker(Callback):
         if not isinstance(parameters, Mapping | None):
             raise ArgumentError(f"Tracker: parameters must be a dict, got {parameters!r:.80}")
         self._parameters = dict(parameters or {})
+        for name, value in self._parameters.items():
+            if not isinstance(name, str) or not name or not isinstance(value, _PLAIN):
+                raise ArgumentError(
+                    "Tracker: parameters must be strings, numbers and booleans by name, got "
+                    f"{name!r:.80}: {value!r:.80}"
+                )
         for reserved in {"id", "resume", "config"} & settings.keys() if backend == "wandb" else ():
             raise ArgumentError(
                 f"Tracker: {reserved}= is set by Tracker; give hyper-parameters with parameters="
@@ -158,12 +179,12 @@ class Tracker(Callback):
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
         """Begins a run with its hyper-parameters, or continues that of the resume position."""
-        anew = begins_anew(record)
-        self._run = _BACKENDS[self.backend](self._settings, "" if anew else self._identifier)
+        known = "" if begins_anew(record) else self._identifier
         self._outcome = "FAILED"
-        continued = not anew and self._identifier == self._run.identifier
+        with self._named(f"continue the run {known!r}" if known else "begin a run"):
+            self._run = _BACKENDS[self.backend](self._settings, known)
         self._identifier = self._run.identifier
-        if not continued:
+        with self._named("record the parameters"):
             self._run.parameters(_described(session) | self._parameters)
 
     def on_step(self, record: Record, session: TrainingSession) -> None:
@@ -185,14 +206,30 @@ class Tracker(Callback):
 
     def on_close(self) -> None:
         """Ends the run, also if the training has failed."""
-        if self._run is not None:
-            self._run.finish(self._outcome)
-            self._run = None
+        run, self._run = self._run, None
+        if run is not None:
+            with self._named("end the run"):
+                run.finish(self._outcome)
 
     def _add(self, group: str, record: Record) -> None:
         assert self._run is not None
         values = {f"{group}/{n}": value for n, value in record.values.items() if n != "steps"}
-        self._run.metrics(values, record.step)
+        with self._named(f"record the metrics of step {record.step}"):
+            self._run.metrics(values, record.step)
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Names what a tool was doing when it raised an error."""
+        try:
+            yield
+        except OrtopsError:
+            raise
+        except Exception as error:  # of the tool, of the libraries below it, or of a server
+            text = " ".join(str(error).split())
+            raise OrtopsError(
+                f"Tracker: {self.backend} could not {what}: {type(error).__name__}: {text:.500}; "
+                f"{_REMEDIES[self.backend]}"
+            ) from error
 
     def state(self) -> dict[str, Any]:
         """Returns the tool's name of the run, for the model file."""

@@ -25,8 +25,7 @@ def lora(options: argparse.Namespace) -> int:
         check_writable({"output": options.output})
     model = read_model(options.model)
     if options.action == "add":
-        alpha = 2.0 * options.rank if options.alpha is None else options.alpha
-        settings = options.rank, alpha, options.targets
+        settings = options.rank, options.alpha, options.targets
         write_model(lora_models.add(model, *settings, dropout=options.dropout), options.output)
     elif options.action == "merge":
         write_model(_merged(_trained(model), options), options.output)

@@ -181,9 +181,16 @@ def read_given(
     ignored: Collection[str] = (),
 ) -> DataFile:
     """Reads a data set with the options of the command line, and prints the automatic choices."""
-    names = ("columns", "scale", "mean", "deviation")
-    settings = {name: getattr(options, name) for name in names}
-    data = read_data(path, inputs, classes=classes, ignored=ignored, **settings)
+    scale = options.scale
+    if scale is None and path != "-" and Path(path).is_dir():
+        floats = any(each.dtype.kind == "f" for each in inputs if not each.is_target)
+        scale = 255.0 if floats else None  # as in `image_folder`
+        if floats:
+            say(f"pixels of '{path}' are divided by 255; --scale 1 leaves them as they are")
+    settings = {"columns": options.columns, "scale": scale, "mean": options.mean}
+    data = read_data(
+        path, inputs, classes=classes, ignored=ignored, deviation=options.std, **settings
+    )
     for sentence in data.said:
         say(sentence)
     return data
@@ -219,7 +226,7 @@ def _read(
         return _read_folder(Path(path), inputs, classes, pictures)
     if any(option is not None for option in pixels):
         raise OrtopsError(
-            f"--scale, --mean, --deviation: '{path}' is not a folder of images; omit these options"
+            f"--scale, --mean, --std: '{path}' is not a folder of images; omit these options"
         )
     if path == "-":
         piped = io.TextIOWrapper(standard_input(), "utf-8-sig", newline="")
@@ -663,14 +670,14 @@ class _Pictures:
     def check(self, wanted: Wanted) -> None:
         """Rejects settings that do not fit an input."""
         channels = _layout(wanted)[0]
-        for option, given in (("mean", self.mean), ("deviation", self.deviation)):
+        for option, given in (("mean", self.mean), ("std", self.deviation)):
             if len(given or ()) not in (0, 1, channels):
                 counts = " or ".join(map(str, sorted({1, channels})))
                 raise OrtopsError(
                     f"--{option} must have {counts} numbers, as input '{wanted.name}' has "
                     f"{channels} channels, got {len(given or ())}"
                 )
-        numbers = [("scale", self.scale), *(("deviation", each) for each in self.deviation or ())]
+        numbers = [("scale", self.scale), *(("std", each) for each in self.deviation or ())]
         for option, number in numbers:
             if not math.isfinite(number) or number == 0:
                 raise OrtopsError(f"--{option} must be a finite number other than 0, got {number}")
@@ -678,7 +685,7 @@ class _Pictures:
             raise OrtopsError(f"--mean must have finite numbers, got {list(self.mean or ())}")
         if wanted.dtype.kind in "iu" and (self.scale != 1 or self.mean or self.deviation):
             raise OrtopsError(
-                f"--scale, --mean, --deviation: input '{wanted.name}' takes unscaled pixels "
+                f"--scale, --mean, --std: input '{wanted.name}' takes unscaled pixels "
                 f"({wanted.dtype}); omit these options"
             )
 

@@ -307,10 +307,16 @@ def _add_force(parser: argparse._ActionsContainer) -> None:
 
 
 def _add_list(
-    group: argparse._ActionsContainer, name: str, metavar: str, about: str, **settings: Any
+    group: argparse._ActionsContainer,
+    name: str,
+    metavar: str,
+    about: str,
+    *former: str,
+    **settings: Any,
 ) -> None:
     """Adds an option with one or more values, which may be repeated."""
-    group.add_argument(name, action="extend", nargs="+", metavar=metavar, help=about, **settings)
+    settings |= {"metavar": metavar, "help": about}
+    group.add_argument(name, *former, action="extend", nargs="+", **settings)
 
 
 def _add_providers(group: argparse._ActionsContainer) -> None:
@@ -329,10 +335,12 @@ def _add_data(parser: argparse.ArgumentParser, *, batch: int = 256) -> None:
         "the table columns that form an input, as in points=x,y labels=kind; by default the "
         "column of the same name; a single remaining input gets all remaining columns",
     )
-    add("--scale", type=_divisor, metavar="N", help="divide image pixels by this (default: 1)")
+    about = "divide image pixels by this (default: 255, or 1 if the input has integers)"
+    add("--scale", type=_divisor, metavar="N", help=about)
     mean = "subtract this from each channel, after --scale"
     _add_list(group, "--mean", "M", mean, type=float)
-    _add_list(group, "--deviation", "D", "divide each channel by this, after --mean", type=_divisor)
+    about = "divide each channel by this, after --mean"
+    _add_list(group, "--std", "D", about, "--deviation", type=_divisor)
     add("--batch-size", type=_count, metavar="N", help=f"rows per batch (default: {batch})")
 
 
@@ -430,7 +438,7 @@ def _add_eval(command: _Command) -> None:
     add("--loss", help=f"only for a file without a loss: {_LOSS}")
     add("--sample-weight", metavar="COLUMN", help=f"with --loss: {_SAMPLE_WEIGHT}")
     add("--class-weight", metavar="WEIGHTS", help=_CLASS_WEIGHT)
-    add("--metrics", nargs="+", metavar="METRIC", help="metrics to compute, such as accuracy")
+    _add_list(parser, "--metrics", "METRIC", "metrics to compute, such as accuracy")
     add("--ema", action="store_true", help="evaluate the averaged weights")
     _add_providers(parser)
     add("--json", action="store_true", help="print a JSON object")
@@ -442,7 +450,7 @@ def _add_predict(command: _Command) -> None:
     add = parser.add_argument
     add("model", help="an .onnx file")
     add("--output", required=True, metavar="FILE", help="an .npz or .csv file, or - to print CSV")
-    add("--outputs", nargs="+", metavar="NAME", help="the outputs to write (default: all)")
+    _add_list(parser, "--outputs", "NAME", "the outputs to write (default: all)")
     _add_force(parser)
     _add_data(parser)
 
@@ -564,18 +572,12 @@ def _add_lora(command: _Command) -> None:
     add.add_argument(
         "--rank", type=_rank, default=8, metavar="N", help="the adapter's rank (default: 8)"
     )
-    add.add_argument(
-        "--alpha", type=float, metavar="A", help="the scaling's numerator (default: twice the rank)"
-    )
+    about = "the scaling's numerator (default: 16)"
+    add.add_argument("--alpha", type=float, default=16.0, metavar="A", help=about)
     about = "the ratio of a layer's input that training drops before A (default: 0)"
     add.add_argument("--dropout", type=float, default=0.0, metavar="P", help=about)
-    add.add_argument(
-        "--targets",
-        nargs="+",
-        metavar="PATTERN",
-        help="the layers to adapt, or all-linear: all but convolutions and the output layer "
-        "(default: all)",
-    )
+    about = "the layers to adapt, or all-linear: all but convolutions and the output layer"
+    _add_list(add, "--targets", "PATTERN", f"{about} (default: all)")
     merge = actions.add_parser("merge", help="merge an adapter into the weights")
     merge.add_argument("model", help="an .onnx file with an adapter, trainable or not")
     merge.add_argument("output", help="the file to write, or - for standard output")

@@ -61,8 +61,8 @@ def compose(
         UnsupportedError: If two models use different versions of an operator of another domain.
 
     Example:
-        >>> from models import mlp
-        >>> models = {"first": mlp.mlp((4, 16, 2)), "second": mlp.mlp((2, 3))}
+        >>> from ortops import examples
+        >>> models = {"first": examples.mlp((4, 16, 2)), "second": examples.mlp((2, 3))}
         >>> model = compose(models, {"second.images": "first.logits"})
         >>> [value.name for value in model.graph.input]
         ['images']

@@ -43,8 +43,8 @@ def split(
 
     Example:
         >>> import ortops
-        >>> from models import mlp
-        >>> models = {"first": mlp.mlp((4, 16, 2)), "second": mlp.mlp((2, 3))}
+        >>> from ortops import examples
+        >>> models = {"first": examples.mlp((4, 16, 2)), "second": examples.mlp((2, 3))}
         >>> model = ortops.compose(models, {"second.images": "first.logits"})
         >>> second = split(model)["second"]
         >>> [value.name for value in (*second.graph.input, *second.graph.output)]

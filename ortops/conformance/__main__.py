@@ -95,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--backend or --write is required")
     known = read(options.data) if options.data else cases()
     chosen = _chosen(known, options.only, not options.without_proposals)
+    if not known:
+        parser.error(f"--data must be a folder with cases, got {options.data!r}, which has none")
     if not chosen:
         parser.error(
             "--only must match the name of a case, such as 'test_adam_*', got "
@@ -105,7 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if options.write:
-        write(chosen, options.write)
+        try:
+            write(chosen, options.write)
+        except ValueError as error:
+            parser.error(f"--write: {error}")
     results = {name: list(run(b, chosen, known)) for name, b in backends.items()}
     if not results:
         return 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import onnx
 __all__ = ["DOMAIN", "Array", "Call", "Case", "Citation", "Run", "float32", "parse"]
 
 Array: TypeAlias = npt.NDArray[Any]
+Method: TypeAlias = Literal["initialize", "step", "infer"]
 
 DOMAIN = "ai.onnx.preview.training"
 
@@ -68,7 +69,7 @@ class Call:
             all, in order.
     """
 
-    method: Literal["initialize", "step", "infer"]
+    method: Method
     inputs: Mapping[str, Array] = field(default_factory=dict)
     outputs: Mapping[str, Array] = field(default_factory=dict)
     state: Mapping[str, Array] = field(default_factory=dict)
@@ -92,6 +93,7 @@ class Case:
             implement what is tested, and has not found what is wrong.
         rtol: The largest error relative to the expected value.
         atol: The largest error beside that.
+        broken: Why the files of the case cannot be read. Such a case fails.
     """
 
     name: str
@@ -104,11 +106,45 @@ class Case:
     control: str = ""
     rtol: float = 1e-5
     atol: float = 1e-7
+    broken: str = ""
 
     @property
     def group(self) -> str:
         """What is tested: the second word of the name."""
         return self.name.split("_")[1]
+
+    @property
+    def flaw(self) -> str:
+        """Why the case would pass, or be refused, whatever a backend does; empty if it tests it."""
+        return self.broken or next(self._flaws(), "")
+
+    def _flaws(self) -> Iterator[str]:
+        if not self.runs and not self.calls:
+            yield "the case has no data: neither data sets nor calls"
+        for name in ("rtol", "atol"):
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+                yield f"{name} must be a number >= 0 and < 1, got {value!r}"
+        if self.refused not in (False, True):
+            yield f"refused must be true or false, got {self.refused!r}"
+        graph, entries = self.model.graph, len(self.model.training_info)
+        for number, run in enumerate(self.runs):
+            if missing := [v.name for v in graph.input if v.name not in run.inputs]:
+                yield f"data set {number} has no values of the inputs {missing}"
+            missing = [v.name for v in graph.output if v.name not in run.outputs]
+            if missing and not self.refused:
+                yield f"data set {number} has no values of the outputs {missing}"
+        for number, call in enumerate(self.calls, 1):
+            if call.method not in get_args(Method):
+                yield f"call {number} must be of {get_args(Method)}, got {call.method!r}"
+            if call.entry is not None and call.entry not in range(entries):
+                yield f"call {number} is of entry {call.entry!r}, but the model has {entries}"
+            wanted = call.outputs if call.method == "infer" else {**call.outputs, **call.state}
+            if not wanted and not self.refused:
+                yield f"call {number}, {call.method}, expects nothing"
+        given = [run.outputs for run in self.runs] + [call.outputs for call in self.calls]
+        if self.refused and any(given):
+            yield "a case that must be refused has outputs"
 
 
 def float32(values: npt.ArrayLike) -> Array:

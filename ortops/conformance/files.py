@@ -4,7 +4,7 @@ A case is a folder: ``model.onnx``, and a folder ``test_data_set_<i>`` with ``in
 ``output_<j>.pb`` for each data set, in the order of the graph's inputs and outputs. ``data.json``
 has ``rtol`` and ``atol``, which ONNX's loader reads, and what the suite knows beside that. Calls of
 models with ``training_info`` are in ``training_data_set_0/<k>_<method>``: files ``input_<j>.pb``,
-``output_<j>.pb`` and ``state_<j>.pb``, whose tensors have names.
+``output_<j>.pb`` and ``state_<j>.pb``, whose tensors have names, which ``data.json`` repeats.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ortops.conformance.case import Array, Call, Case, Citation, Run
 
 __all__ = ["read", "write"]
 
+_KINDS = ("input", "output", "state")
 _FIELDS = ("proposal", "refused", "control", "rtol", "atol")
 
 
@@ -56,6 +57,9 @@ def write(cases: Iterable[Case], folder: str | os.PathLike[str]) -> None:
         cases: The cases.
         folder: The folder, which is made if it does not exist.
 
+    Raises:
+        ValueError: If a case comes from files that cannot be read.
+
     Example:
         >>> import tempfile
         >>> from ortops.conformance import cases
@@ -66,6 +70,8 @@ def write(cases: Iterable[Case], folder: str | os.PathLike[str]) -> None:
         'test_adagrad_first_update'
     """
     for case in cases:
+        if case.broken:
+            raise ValueError(f"{case.name} cannot be written: {case.broken}")
         home = Path(folder) / case.name
         home.mkdir(parents=True, exist_ok=True)
         (home / "model.onnx").write_bytes(case.model.SerializeToString(deterministic=True))
@@ -75,24 +81,42 @@ def write(cases: Iterable[Case], folder: str | os.PathLike[str]) -> None:
             _write_tensors(place, "output", _ordered(run.outputs, case.model.graph.output))
         for number, call in enumerate(case.calls):
             place = home / "training_data_set_0" / f"{number:02}_{call.method}"
-            for kind in ("input", "output", "state"):
-                values = call.state if kind == "state" else getattr(call, f"{kind}s")
+            for kind, values in _tensors(call).items():
                 _write_tensors(place, kind, values)
         facts: dict[str, Any] = {name: getattr(case, name) for name in _FIELDS}
         facts["cites"] = [asdict(cite) for cite in case.cites]
-        facts["calls"] = [{"method": call.method, "entry": call.entry} for call in case.calls]
+        facts["runs"] = len(case.runs)
+        facts["calls"] = [
+            {"method": call.method, "entry": call.entry}
+            | {kind: list(values) for kind, values in _tensors(call).items()}
+            for call in case.calls
+        ]
         text = json.dumps(facts, indent=1, ensure_ascii=False)
         (home / "data.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def _tensors(call: Call) -> dict[str, Mapping[str, Array]]:
+    """Returns the tensors of a call by the beginnings of their files."""
+    return dict(zip(_KINDS, (call.inputs, call.outputs, call.state), strict=True))
 
 
 def _read_case(home: Path) -> Case:
     facts = json.loads((home / "data.json").read_text(encoding="utf-8"))
     sets = sorted(home.glob("test_data_set_*"), key=lambda path: int(path.name.split("_")[-1]))
     runs = [Run(_read_tensors(p, "input"), _read_tensors(p, "output")) for p in sets]
+    if len(runs) != facts.get("runs", len(runs)):
+        raise ValueError(f"{len(runs)} data sets, but data.json says {facts['runs']}")
     calls = []
     for number, call in enumerate(facts["calls"]):
         place = home / "training_data_set_0" / f"{number:02}_{call['method']}"
-        inputs, outputs, state = (_read_tensors(place, k) for k in ("input", "output", "state"))
+        found = {kind: _read_tensors(place, kind) for kind in _KINDS}
+        for kind, tensors in found.items():
+            if list(tensors) != call.get(kind, list(tensors)):
+                raise ValueError(
+                    f"{place.name} has the {kind} tensors {list(tensors)}, but data.json says "
+                    f"{call[kind]}"
+                )
+        inputs, outputs, state = found.values()
         calls.append(Call(call["method"], inputs, outputs, state, call["entry"]))
     return Case(
         home.name,
@@ -105,5 +129,15 @@ def _read_case(home: Path) -> Case:
 
 
 def read(folder: str | os.PathLike[str]) -> list[Case]:
-    """Returns the cases in a folder that `write` has written, by name."""
-    return [_read_case(path) for path in sorted(Path(folder).glob("test_*"))]
+    """Returns the cases in a folder that `write` has written, by name.
+
+    One whose files cannot be read says why: `Case.broken`.
+    """
+    cases = []
+    for path in sorted(Path(folder).glob("test_*")):
+        try:
+            cases.append(_read_case(path))
+        except Exception as error:  # files of others: whatever json, onnx and numpy raise
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+            cases.append(Case(path.name, onnx.ModelProto(), [], broken=message))
+    return cases

@@ -56,7 +56,8 @@ class Result:
         case: The case.
         status: ``"unsupported"`` if the backend says that it does not take such models: it has no
             ``prepare_training``, its ``is_compatible`` returns False, it raises
-            `unittest.SkipTest`, or it refuses the control of a refused case.
+            `unittest.SkipTest`, or it refuses the control of a refused case. ``"failed"``, too, if
+            the case tests nothing: its files are broken, data is missing, or all would pass.
         message: Why it did not pass; for a refused case that passed, the error.
         seconds: How long it took.
     """
@@ -84,7 +85,7 @@ def _difference(case: Case, name: str, found: Any, wanted: Array) -> str:
 
 
 class _Failure(Exception):  # noqa: N818
-    """A result differs from the expected one."""
+    """A result differs from the expected one: the model was not refused."""
 
 
 def _compare(case: Case, found: Mapping[str, Any], wanted: Mapping[str, Array]) -> None:
@@ -152,8 +153,8 @@ class _Suite:
     def _compatible(self) -> Any:
         return getattr(self._backend, "is_compatible", lambda model: True)
 
-    def _execute(self, case: Case) -> tuple[Status, str]:
-        """Returns what becomes of a case that is not refused, or of one that is, as if not."""
+    def _execute(self, case: Case) -> tuple[Status | Literal["raised"], str]:
+        """Returns what becomes of a case if its model is valid: "raised" is a kind of failure."""
         try:
             if not self._compatible(case.model):
                 return "unsupported", "the backend says that the model is not compatible"
@@ -161,26 +162,40 @@ class _Suite:
             _run_calls(self._backend, case)
         except unittest.SkipTest as skipped:
             return "unsupported", _text(skipped)
+        except _Failure as failure:
+            return "failed", _text(failure)
         except Exception as error:
-            return "failed", _text(error)
+            return "raised", _text(error)
         return "passed", ""
 
     def _takes(self, name: str) -> bool:
         """Whether the backend takes the valid model of a control."""
         if name not in self._controls:
-            control = self._known.get(name)
-            self._controls[name] = control is None or self._execute(control)[0] == "passed"
+            self._controls[name] = self._execute(self._known[name])[0] == "passed"
         return self._controls[name]
 
     def _status(self, case: Case) -> tuple[Status, str]:
+        if flaw := self._flaw(case):
+            return "failed", flaw
         status, message = self._execute(case)
-        if not case.refused or status == "unsupported":
+        if status == "unsupported":
             return status, message
+        if not case.refused:
+            return "failed" if status == "raised" else status, message
         if not self._takes(case.control):
             return "unsupported", f"does not pass the valid {case.control} either"
-        if status == "passed":
-            return "failed", f"was not refused, although: {case.cites[0].text}"
+        if status != "raised":
+            return "failed", f"was not refused, although: {''.join(c.text for c in case.cites[:1])}"
         return "passed", message
+
+    def _flaw(self, case: Case) -> str:
+        """Returns why a case, or what it relies on, tests nothing, or an empty string."""
+        if case.flaw or not case.refused:
+            return case.flaw
+        control = self._known.get(case.control)
+        if control is None or control.refused:
+            return f"the control {case.control!r} is not among the valid cases"
+        return control.flaw and f"the control {control.name} is no case: {control.flaw}"
 
     def run(self, case: Case) -> Result:
         start = time.perf_counter()

@@ -91,8 +91,8 @@ def gradient(
         UnsupportedError: With ``lowered``, if an operator between x and y has no gradient.
 
     Example:
-        >>> from models import mlp
-        >>> model = gradient(mlp.mlp((4, 16, 2)))
+        >>> from ortops import examples
+        >>> model = gradient(examples.mlp((4, 16, 2)))
         >>> [value.name for value in model.graph.output]
         ['logits', 'd_logits_d_images']
     """
@@ -129,8 +129,8 @@ def vjp(
         UnsupportedError: See `gradient`.
 
     Example:
-        >>> from models import mlp
-        >>> model = vjp(mlp.mlp((4, 16, 2)), seeds=3)
+        >>> from ortops import examples
+        >>> model = vjp(examples.mlp((4, 16, 2)), seeds=3)
         >>> ends = model.graph.input[-1], model.graph.output[-1]
         >>> [onnx.helper.printable_value_info(value) for value in ends]
         ['%seed_logits[FLOAT, 3xbatchx2]', '%vjp_images[FLOAT, 3xbatchx4]']
@@ -171,8 +171,8 @@ def jvp(
         UnsupportedError: See `gradient`.
 
     Example:
-        >>> from models import mlp
-        >>> model = jvp(mlp.mlp((4, 16, 2)))
+        >>> from ortops import examples
+        >>> model = jvp(examples.mlp((4, 16, 2)))
         >>> [value.name for value in (*model.graph.input, *model.graph.output)]
         ['images', 'seed_images', 'logits', 'jvp_logits']
     """
@@ -207,8 +207,8 @@ def hvp(
         UnsupportedError: See `gradient`.
 
     Example:
-        >>> from models import mlp
-        >>> model = hvp(mlp.mlp((4, 16, 2)))
+        >>> from ortops import examples
+        >>> model = hvp(examples.mlp((4, 16, 2)))
         >>> [value.name for value in (*model.graph.input, *model.graph.output)]
         ['images', 'seed_images', 'logits', 'hvp_images']
     """
@@ -243,8 +243,8 @@ def jacobian(
         UnsupportedError: See `gradient`.
 
     Example:
-        >>> from models import mlp
-        >>> model = jacobian(mlp.mlp((4, 16, 2)))
+        >>> from ortops import examples
+        >>> model = jacobian(examples.mlp((4, 16, 2)))
         >>> onnx.helper.printable_value_info(model.graph.output[-1])
         '%d_logits_d_images[FLOAT, batchx2xbatchx4]'
     """
@@ -286,8 +286,8 @@ def vmap(
             is a sequence.
 
     Example:
-        >>> from models import mlp
-        >>> model = vmap(mlp.mlp((4, 16, 2)), out_axes=1)
+        >>> from ortops import examples
+        >>> model = vmap(examples.mlp((4, 16, 2)), out_axes=1)
         >>> ends = model.graph.input[0], model.graph.output[0]
         >>> [onnx.helper.printable_value_info(value) for value in ends]
         ['%images[FLOAT, mappedxbatchx4]', '%logits[FLOAT, batchxmappedx2]']

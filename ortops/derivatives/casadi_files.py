@@ -69,9 +69,9 @@ def casadi(model: ModelLike, folder: str | os.PathLike[str]) -> Path:
 
     Example:
         >>> import tempfile
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = casadi(mlp.mlp((4, 16, 2)), folder)
+        ...     path = casadi(examples.mlp((4, 16, 2)), folder)
         ...     sorted(each.name for each in path.parent.iterdir())
         ['adj_f.onnx', 'f.onnx', 'fwd_adj_f.onnx', 'fwd_f.onnx']
     """

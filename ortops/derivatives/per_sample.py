@@ -74,8 +74,8 @@ def per_sample_gradient(
         UnsupportedError: If an operator that a gradient passes through has no gradient.
 
     Example:
-        >>> from models import mlp
-        >>> model = per_sample_gradient(mlp.mlp((4, 16, 2)), loss="SoftmaxCrossEntropy")
+        >>> from ortops import examples
+        >>> model = per_sample_gradient(examples.mlp((4, 16, 2)), loss="SoftmaxCrossEntropy")
         >>> onnx.helper.printable_value_info(model.graph.output[0])
         '%d_loss_d_fc1.weight[FLOAT, batchx16x4]'
     """

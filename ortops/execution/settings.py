@@ -108,8 +108,8 @@ class PackedUpdate:
             computed in one pass over memory.
 
     Example:
-        >>> from models import line
-        >>> (update,) = line.session(optimizer="Momentum").report().packed
+        >>> from ortops import examples
+        >>> (update,) = examples.session(optimizer="Momentum").report().packed
         >>> update.variables, update.shapes, update.chunks, update.in_graph
         ((('w',), ('w.V',)), ((1, 1),), 1, True)
     """
@@ -155,8 +155,8 @@ class SessionReport:
         placement: The provider that runs each node of that graph; None as for ``operators``.
 
     Example:
-        >>> from models import line
-        >>> report = line.session().report()
+        >>> from ortops import examples
+        >>> report = examples.session().report()
         >>> report.kernels, report.device, report.in_turn, report.repeatable
         ('onnx', 'cpu', ('w', 'step'), True)
     """

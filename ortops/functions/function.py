@@ -50,8 +50,8 @@ class Function(Bridges):
 
     Example:
         >>> import numpy as np
-        >>> from models import mlp
-        >>> f = Function(mlp.mlp((4, 16, 2)))
+        >>> from ortops import examples
+        >>> f = Function(examples.mlp((4, 16, 2)))
         >>> f
         Function(images: float32[batch, 4]) -> logits: float32[batch, 2], 4 weights (114 numbers)
         >>> x = np.ones((3, 4), np.float32)
@@ -110,8 +110,8 @@ class Function(Bridges):
 
         Example:
             >>> import numpy as np
-            >>> from models import mlp
-            >>> f = Function(mlp.mlp((4, 16, 2)))
+            >>> from ortops import examples
+            >>> f = Function(examples.mlp((4, 16, 2)))
             >>> zeros = {name: np.zeros_like(array) for name, array in f.parameters.items()}
             >>> f.with_parameters(zeros)(np.ones((1, 4), np.float32))
             array([[0., 0.]], dtype=float32)
@@ -204,8 +204,8 @@ class Function(Bridges):
 
         Example:
             >>> import numpy as np
-            >>> from models import mlp
-            >>> f = Function(mlp.mlp((4, 16, 2)))
+            >>> from ortops import examples
+            >>> f = Function(examples.mlp((4, 16, 2)))
             >>> x = np.ones((3, 4), np.float32)
             >>> logits, tangents = f.jvp((x,), (np.ones_like(x),))
             >>> tangents.shape
@@ -358,8 +358,8 @@ class Function(Bridges):
 
         Example:
             >>> import numpy as np
-            >>> from models import mlp
-            >>> f = Function(mlp.mlp((4, 16, 2)))
+            >>> from ortops import examples
+            >>> f = Function(examples.mlp((4, 16, 2)))
             >>> f.vmap(in_axes=1)(np.ones((3, 5, 4), np.float32)).shape
             (5, 3, 2)
         """

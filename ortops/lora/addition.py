@@ -112,8 +112,8 @@ def add(
     Source: arXiv:2106.09685 (LoRA); arXiv:2312.03732 (rsLoRA).
 
     Example:
-        >>> from models import mlp
-        >>> adapted = add(mlp.mlp((4, 16, 2)), rank=2, targets=["fc1"])
+        >>> from ortops import examples
+        >>> adapted = add(examples.mlp((4, 16, 2)), rank=2, targets=["fc1"])
         >>> {tensor.name: list(tensor.dims) for tensor in adapted.graph.initializer[-2:]}
         {'fc1.lora_A.weight': [4, 2], 'fc1.lora_B.weight': [2, 16]}
     """

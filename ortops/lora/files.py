@@ -58,9 +58,9 @@ def save_adapter(model: ModelLike, path: str | os.PathLike[str]) -> None:
 
     Example:
         >>> import tempfile
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> from ortops import lora
-        >>> model = lora.add(mlp.mlp((4, 16, 2)), rank=2, targets=["fc1"])
+        >>> model = lora.add(examples.mlp((4, 16, 2)), rank=2, targets=["fc1"])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     lora.save_adapter(model, f"{folder}/small.onnx_adapter")
         ...     file = onnxruntime.AdapterFormat.read_adapter(f"{folder}/small.onnx_adapter")
@@ -111,9 +111,9 @@ def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelPr
 
     Example:
         >>> import tempfile
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> from ortops import lora
-        >>> model = lora.add(mlp.mlp((4, 16, 2)), rank=2, targets=["fc1"])
+        >>> model = lora.add(examples.mlp((4, 16, 2)), rank=2, targets=["fc1"])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     lora.save_adapter(model, f"{folder}/small.onnx_adapter")
         ...     lora.load_adapter(model, f"{folder}/small.onnx_adapter") == model

@@ -48,9 +48,9 @@ def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
             layer is quantized.
 
     Example:
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> from ortops.lora import add
-        >>> base = mlp.mlp((4, 16, 2))
+        >>> base = examples.mlp((4, 16, 2))
         >>> merged = merge(add(base, rank=2))
         >>> [node.op_type for node in merged.graph.node] == [n.op_type for n in base.graph.node]
         True

@@ -98,9 +98,9 @@ def to_peft(
 
     Example:
         >>> import tempfile
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> from ortops import lora
-        >>> model = lora.add(mlp.mlp((4, 16, 2)), rank=2, targets=["fc1"])
+        >>> model = lora.add(examples.mlp((4, 16, 2)), rank=2, targets=["fc1"])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     lora.to_peft(model, folder)
         ...     sorted(path.name for path in Path(folder).iterdir())
@@ -227,12 +227,12 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
 
     Example:
         >>> import tempfile
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> from ortops import lora
-        >>> model = lora.add(mlp.mlp((4, 16, 2)), rank=2, targets=["fc1"])
+        >>> model = lora.add(examples.mlp((4, 16, 2)), rank=2, targets=["fc1"])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     lora.to_peft(model, folder)
-        ...     read = lora.from_peft(mlp.mlp((4, 16, 2)), folder)
+        ...     read = lora.from_peft(examples.mlp((4, 16, 2)), folder)
         >>> [tensor.name for tensor in read.graph.initializer if "lora" in tensor.name]
         ['fc1.lora_A.weight', 'fc1.lora_B.weight']
     """

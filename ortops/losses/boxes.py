@@ -157,10 +157,10 @@ class GIoU(Loss):
         torchvision.ops.generalized_box_iou_loss.
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> boxes = [[0.0, 0.0, 2.0, 2.0], [5.0, 5.0, 6.0, 6.0]]
         >>> targets = [[1.0, 0.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]]  # the second one is padding
-        >>> echo.loss_at(GIoU(), boxes, targets=targets)  # 1 − 2 / 6 + (6 − 6) / 6
+        >>> loss_at(GIoU(), boxes, targets=targets)  # 1 − 2 / 6 + (6 − 6) / 6
         0.6667
     """
 
@@ -236,9 +236,9 @@ class CIoU(GIoU):
         torchvision.ops.complete_box_iou_loss.
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> boxes, targets = [[0.0, 0.0, 2.0, 2.0]], [[1.0, 0.0, 3.0, 2.0]]
-        >>> echo.loss_at(CIoU(), boxes, targets=targets)  # 1 − 2 / 6 + 1² / (3² + 2²)
+        >>> loss_at(CIoU(), boxes, targets=targets)  # 1 − 2 / 6 + 1² / (3² + 2²)
         0.7436
     """
 
@@ -266,9 +266,9 @@ class DistributionFocal(Loss):
         Li et al., 2020 (arXiv:2006.04388), equation 6.
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> logits = [[0.0, 0.0, 100.0]]  # certainly 2
-        >>> echo.loss_at(DistributionFocal(), logits, targets=[1.75])  # −0.25 · log e^−100
+        >>> loss_at(DistributionFocal(), logits, targets=[1.75])  # −0.25 · log e^−100
         25.0
     """
 

@@ -255,14 +255,14 @@ class SoftmaxCrossEntropy(_Likelihood):
         al., 2016 (arXiv:1512.00567).
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> logits = [[0.0, 0.0], [0.0, 100.0]]
-        >>> echo.loss_at(SoftmaxCrossEntropy(), logits, labels=[0, 1])  # log 2 and 0
+        >>> loss_at(SoftmaxCrossEntropy(), logits, labels=[0, 1])  # log 2 and 0
         0.3466
-        >>> echo.loss_at(SoftmaxCrossEntropy(ignore_index=1), logits, labels=[0, 1])
+        >>> loss_at(SoftmaxCrossEntropy(ignore_index=1), logits, labels=[0, 1])
         0.6931
         >>> soft = SoftmaxCrossEntropy(probabilities=True)
-        >>> echo.loss_at(soft, logits, labels=[[0.5, 0.5], [0.0, 1.0]])
+        >>> loss_at(soft, logits, labels=[[0.5, 0.5], [0.0, 1.0]])
         0.3466
     """
 
@@ -382,9 +382,9 @@ class NextToken(SoftmaxCrossEntropy):
         ``ForCausalLMLoss`` of Hugging Face's transformers.
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> logits = [[[0.0, 100.0], [0.0, 0.0], [7.0, 9.0]]]
-        >>> echo.loss_at(NextToken(), logits, labels=[[0, 1, 0]])  # the mean of 0 and log 2
+        >>> loss_at(NextToken(), logits, labels=[[0, 1, 0]])  # the mean of 0 and log 2
         0.3466
     """
 
@@ -443,10 +443,10 @@ class NegativeLogLikelihood(_Likelihood):
         Schema of NegativeLogLikelihoodLoss, ai.onnx version 13; the same as torch.nn.NLLLoss.
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> log = [[-1.0, -0.5], [-2.0, -0.1]]
         >>> loss = NegativeLogLikelihood(weights=[3, 1])
-        >>> echo.loss_at(loss, log, labels=[0, 1])  # (3 · 1 + 1 · 0.1) / (3 + 1)
+        >>> loss_at(loss, log, labels=[0, 1])  # (3 · 1 + 1 · 0.1) / (3 + 1)
         0.775
     """
 
@@ -494,8 +494,8 @@ class Hinge(ClassLoss):
         Weston and Watkins, 1999; the same as torch.nn.MultiMarginLoss.
 
     Example:
-        >>> from models import echo
-        >>> echo.loss_at(Hinge(), [[2.0, 1.5, 0.0]], labels=[0])  # (0.5 + 0) / 3
+        >>> from ortops.examples import loss_at
+        >>> loss_at(Hinge(), [[2.0, 1.5, 0.0]], labels=[0])  # (0.5 + 0) / 3
         0.1667
     """
 
@@ -548,8 +548,8 @@ class BinaryCrossEntropy(Loss):
         torch.nn.BCELoss, except for the gradient of the logarithm if p or 1 − p is below 1e-12.
 
     Example:
-        >>> from models import echo
-        >>> echo.loss_at(BinaryCrossEntropy(), [0.5, 0.25], targets=[1, 0.0])  # -½ (log ½ + log ¾)
+        >>> from ortops.examples import loss_at
+        >>> loss_at(BinaryCrossEntropy(), [0.5, 0.25], targets=[1, 0.0])  # -½ (log ½ + log ¾)
         0.4904
     """
 
@@ -626,9 +626,9 @@ class BinaryCrossEntropyWithLogits(Loss):
         torch.nn.BCEWithLogitsLoss.
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> loss = BinaryCrossEntropyWithLogits(positive_weight=3.0)
-        >>> echo.loss_at(loss, [0.0, 0.0], targets=[1.0, 0.0])  # (3 + 1) / 2 · log 2
+        >>> loss_at(loss, [0.0, 0.0], targets=[1.0, 0.0])  # (3 + 1) / 2 · log 2
         1.3863
     """
 
@@ -738,8 +738,8 @@ class Focal(MulticlassLoss):
         torchvision.ops.sigmoid_focal_loss.
 
     Example:
-        >>> from models import echo
-        >>> echo.loss_at(Focal(gamma=2.0), [0.0], targets=[1.0])  # (1 - ½)² log 2
+        >>> from ortops.examples import loss_at
+        >>> loss_at(Focal(gamma=2.0), [0.0], targets=[1.0])  # (1 - ½)² log 2
         0.1733
     """
 

@@ -91,14 +91,14 @@ class TaskAligned(Loss):
 
     Example:
         >>> import numpy as np
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> output = np.zeros((1, 5, 4))  # one class, and a grid of 2 · 2 cells of size 8
         >>> output[0, :, 0] = [4, 4, 8, 8, 100]  # the first cell, certainly
         >>> output[0, 4, 1:] = -100
         >>> loss, none = TaskAligned(strides=[8]), np.zeros((1, 1, 5))
-        >>> echo.loss_at(loss, output, targets=[[[0.0, 4.0, 4.0, 8.0, 8.0]]])
+        >>> loss_at(loss, output, targets=[[[0.0, 4.0, 4.0, 8.0, 8.0]]])
         0.0
-        >>> echo.loss_at(loss, output, targets=none)  # 0.5 · 100, as there is no object
+        >>> loss_at(loss, output, targets=none)  # 0.5 · 100, as there is no object
         50.0
     """
 

@@ -50,11 +50,11 @@ class Distillation(ClassLoss):
         Hinton et al., 2015 (arXiv:1503.02531).
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> loss = Distillation(temperature=1.0)
-        >>> echo.loss_at(loss, [[0.0, 0.0]], teacher=[[0.0, 0.0]])
+        >>> loss_at(loss, [[0.0, 0.0]], teacher=[[0.0, 0.0]])
         0.0
-        >>> echo.loss_at(loss, [[0.0, 0.0]], teacher=[[100.0, 0.0]])
+        >>> loss_at(loss, [[0.0, 0.0]], teacher=[[100.0, 0.0]])
         0.6931
     """
 

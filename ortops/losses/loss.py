@@ -169,10 +169,10 @@ class Loss:
             that of the rows, for example for a weight for each token.
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> from ortops.losses import L1, SoftmaxCrossEntropy
         >>> weighted = L1(sample_weight="w")
-        >>> echo.loss_at(weighted, [1.0, 2.0], targets=[1.0, 6.0], w=[3.0, 1.0])  # (0 + 4) / 4
+        >>> loss_at(weighted, [1.0, 2.0], targets=[1.0, 6.0], w=[3.0, 1.0])  # (0 + 4) / 4
         1.0
         >>> both = 0.7 * SoftmaxCrossEntropy("classes") + 0.3 * L1("boxes")
         >>> [(weight, loss.name, loss.output) for weight, loss in both.summands]

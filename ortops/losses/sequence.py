@@ -52,9 +52,9 @@ class CTC(Loss):
         same as torch.nn.CTCLoss.
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> half = [[[-0.6931, -0.6931]]] * 2  # two times, blank or 1: three of four paths fit
-        >>> echo.loss_at(CTC(), half, labels=[[1]], input_lengths=[2], target_lengths=[1])  # -log ¾
+        >>> loss_at(CTC(), half, labels=[[1]], input_lengths=[2], target_lengths=[1])  # -log ¾
         0.2877
     """
 

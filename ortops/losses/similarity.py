@@ -77,10 +77,10 @@ class CosineEmbedding(_Comparison):
         The same as torch.nn.CosineEmbeddingLoss, with its 1e-12 in the squares of the norms.
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> loss = CosineEmbedding(first="a", second="b")
         >>> pair = {"a": [[1.0, 0.0]], "b": [[3.0, 4.0]]}
-        >>> echo.loss_at(loss, pair, targets=[1.0]), echo.loss_at(loss, pair, targets=[-1.0])
+        >>> loss_at(loss, pair, targets=[1.0]), loss_at(loss, pair, targets=[-1.0])
         (0.4, 0.6)
     """
 
@@ -136,10 +136,10 @@ class Triplet(_Comparison):
         torch.nn.TripletMarginLoss.
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> loss = Triplet(anchor="a", positive="b", negative="c", margin=2.0)
         >>> three = {"a": [[0.0, 0.0]], "b": [[3.0, 4.0]], "c": [[6.0, 0.0]]}
-        >>> echo.loss_at(loss, three)  # 2 + 5 - 6
+        >>> loss_at(loss, three)  # 2 + 5 - 6
         1.0
     """
 
@@ -206,9 +206,9 @@ class InfoNCE(_Comparison):
         (arXiv:2103.00020).
 
     Example:
-        >>> from models import echo
+        >>> from ortops.examples import loss_at
         >>> texts = {"query": [[1.0, 0.0], [0.0, 1.0]], "key": [[1.0, 0.0], [0.0, 1.0]]}
-        >>> echo.loss_at(InfoNCE(query="query", key="key", temperature=1.0), texts)  # log(1 + 1/e)
+        >>> loss_at(InfoNCE(query="query", key="key", temperature=1.0), texts)  # log(1 + 1/e)
         0.3133
     """
 

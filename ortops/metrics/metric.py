@@ -75,8 +75,8 @@ class StreamingMetric:
         ...         self.largest = max(self.largest, float(np.abs(outputs - targets).max()))
         ...     def result(self):
         ...         return self.largest
-        >>> from models import line
-        >>> line.session().evaluate(line.BATCH, metrics=[LargestError()])
+        >>> from ortops import examples
+        >>> examples.session().evaluate(examples.BATCH, metrics=[LargestError()])
         {'loss': 1.0, 'largest_error': 1.0}
     """
 

@@ -85,8 +85,8 @@ def replace_head(
             depends on the number of classes in a way that cannot be adapted.
 
     Example:
-        >>> from models import mlp
-        >>> model = replace_head(mlp.mlp((4, 16, 2)), classes=5)
+        >>> from ortops import examples
+        >>> model = replace_head(examples.mlp((4, 16, 2)), classes=5)
         >>> [dim.dim_value for dim in model.graph.output[0].type.tensor_type.shape.dim]
         [0, 5]
     """

@@ -71,8 +71,8 @@ def channel_groups(model: ModelLike, *, keep: str | Sequence[str] = ()) -> list[
         UnsupportedError: See `prune`.
 
     Example:
-        >>> from models import lenet
-        >>> groups = channel_groups(lenet.lenet())
+        >>> from ortops import examples
+        >>> groups = channel_groups(examples.lenet())
         >>> [(*group.weights, group.prunable) for group in groups][:2]
         [('conv1.weight', 32), ('conv2.weight', 64)]
         >>> groups[-1].weights, groups[-1].prunable, groups[-1].reason
@@ -132,8 +132,8 @@ def prune(
         UnsupportedError: If the model is quantized or has functions, or no channel can be removed.
 
     Example:
-        >>> from models import lenet
-        >>> pruned = prune(lenet.lenet(), 0.5)
+        >>> from ortops import examples
+        >>> pruned = prune(examples.lenet(), 0.5)
         >>> [list(weight.dims) for weight in pruned.graph.initializer if len(weight.dims) > 1]
         [[16, 1, 3, 3], [32, 16, 3, 3], [64, 128], [10, 64]]
     """

@@ -260,8 +260,8 @@ def entry_names(proto: onnx.ModelProto) -> list[str]:
     """Returns the names of the training_info entries: those of their graphs; the first is "main".
 
     Example:
-        >>> from models import line
-        >>> entry_names(line.session().model())
+        >>> from ortops import examples
+        >>> entry_names(examples.session().model())
         ['main']
     """
     return [MAIN, *(info.algorithm.name for info in list(proto.training_info)[1:])]

@@ -144,9 +144,9 @@ def step_graph(
             one parameter.
 
     Example:
-        >>> from models import mlp
         >>> import ortops
-        >>> trainable = ortops.build_training_model(mlp.mlp((4, 2)), loss="L1", optimizer="SGD")
+        >>> from ortops.examples import mlp
+        >>> trainable = ortops.build_training_model(mlp((4, 2)), loss="L1", optimizer="SGD")
         >>> flat = step_graph(trainable)
         >>> json.loads(flat.metadata_props[0].value)
         {'step': 'step_new', 'fc1.weight': 'fc1.weight_new', 'fc1.bias': 'fc1.bias_new'}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ortops.arguments import whole_number
-from ortops.errors import FeedError, OrtopsError, UnsupportedError
+from ortops.errors import ArgumentError, FeedError, OrtopsError, UnsupportedError
 from ortops.training.data import Data, open_data
 from ortops.training.samples import Collate
 from ortops.training.session import TrainingSession
@@ -61,9 +61,9 @@ def find_batch_size(
             the session is joined with others.
 
     Example:
-        >>> from models import line
-        >>> rows = {name: array.repeat(8, 0) for name, array in line.BATCH.items()}
-        >>> session = line.session()
+        >>> from ortops import examples
+        >>> rows = {name: array.repeat(8, 0) for name, array in examples.BATCH.items()}
+        >>> session = examples.session()
         >>> find_batch_size(session, rows), session.steps_done
         (8, 0)
     """
@@ -71,6 +71,10 @@ def find_batch_size(
         limit = whole_number("find_batch_size: limit", limit, 1)
     if largest is not None:
         largest = whole_number("find_batch_size: largest", largest, 1)
+    if not isinstance(session, TrainingSession):
+        raise ArgumentError(
+            f"find_batch_size: session must be a TrainingSession, got {type(session).__name__}"
+        )
     if getattr(session, "size", 1) > 1:
         raise UnsupportedError(
             "find_batch_size: the session is joined with other processes, whose steps it would "

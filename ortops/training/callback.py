@@ -38,14 +38,14 @@ class Record:
         stopped: The reason given to `stop`, if it was called.
 
     Example:
-        >>> from models import line
+        >>> from ortops import examples
         >>> from ortops.callbacks import Callback
         >>> class Patience(Callback):
         ...     def on_step(self, record, session):
         ...         if record.values["loss"] < 0.1:
         ...             record.stop(f"the loss is small at step {record.step}")
-        >>> session = line.session()
-        >>> _ = session.fit([line.BATCH] * 9, callbacks=[Patience()], progress=False)
+        >>> session = examples.session()
+        >>> _ = session.fit([examples.BATCH] * 9, callbacks=[Patience()], progress=False)
         >>> session.steps_done
         3
     """
@@ -80,7 +80,8 @@ class Callback:
     """The base class of callbacks, which `fit` calls: ``fit(…, callbacks=[…])``.
 
     Subclass it and override the methods that you need. They may read, evaluate, save and change the
-    session. An exception ends training and is raised by `fit`.
+    session. An exception ends training and is raised by `fit`, once the other callbacks have seen
+    the event and have saved.
 
     For each event, all callbacks are called in the order in which they were given, and then
     `on_save` of each. Save the session only in `on_save`: the file also holds the `state` of all

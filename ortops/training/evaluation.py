@@ -283,9 +283,9 @@ class Evaluator:
             OrtopsError: If a metric does not fit what it compares.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> session.evaluate(line.BATCH, metrics=["mean_absolute_error"])
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> session.evaluate(examples.BATCH, metrics=["mean_absolute_error"])
             {'loss': 1.0, 'mean_absolute_error': 1.0}
         """
         bindings = self.bind(metric_functions.resolve(metrics))
@@ -354,9 +354,9 @@ class Evaluator:
 
         Example:
             >>> import numpy as np
-            >>> from models import line
-            >>> session = line.session()
-            >>> _ = session.step(line.BATCH)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> _ = session.step(examples.BATCH)
             >>> session.predict({"x": np.full((3, 1), 4, np.float32)}, batch_size=2, outputs="y")
             array([[2.],
                    [2.],
@@ -437,8 +437,8 @@ class Evaluator:
             name: The name of the tensor.
 
         Example:
-            >>> from models import line
-            >>> line.session().row_axis("y")
+            >>> from ortops import examples
+            >>> examples.session().row_axis("y")
             0
         """
         return self._evaluation((name,), loss=False).row_axis(name) or 0

@@ -929,24 +929,39 @@ class _Loop:
     def _notify_of_step(self) -> None:
         names = ["loss", *self._names[1:]]
         values = dict(zip(names, self._losses, strict=True)) | self._present_rate()
-        record = self._record(values)
-        for callback in self._on_step:
-            callback.on_step(record, self.trainer)
-            _make_plain(record.values, callback)
-        self._save(record, self._on_save_of_step)
+        self._call("on_step", self._record(values), self._on_step, self._on_save_of_step)
 
     def _notify(self, event: str, values: dict[str, float], *, finished: bool = False) -> None:
-        record = self._record(values, finished=finished)
-        for callback in self.callbacks:
-            getattr(callback, event)(record, self.trainer)
-            _make_plain(record.values, callback)
-        self._save(record, self._on_save)
+        self._call(event, self._record(values, finished=finished), self.callbacks, self._on_save)
 
-    def _save(self, record: Record, callbacks: Sequence[Callback]) -> None:
-        """Lets callbacks save the session, after all have seen an event."""
+    def _call(
+        self, event: str, record: Record, callbacks: Sequence[Callback], saving: Sequence[Callback]
+    ) -> None:
+        """Calls callbacks, and lets those that save do so after all have seen the event.
+
+        If one raises, the others see the event and save all the same, and then it is raised.
+        """
+        failed: Exception | None = None
+
+        def call(method: str, callback: Callback, record: Record) -> None:
+            nonlocal failed
+            try:
+                getattr(callback, method)(record, self.trainer)
+                _make_plain(record.values, callback)
+            except Exception as error:
+                if event == "on_begin":  # nothing has been trained
+                    raise
+                if failed is not None:
+                    failed.add_note(f"then {type(callback).__name__}.{method} raised {error!r}")
+                failed = failed or error
+
         for callback in callbacks:
-            callback.on_save(record, self.trainer)
+            call(event, callback, record)
+        for callback in saving:
+            call("on_save", callback, record)
         self.stopped = self.stopped or record.stopped
+        if failed is not None:
+            raise failed
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:

@@ -262,8 +262,8 @@ class Accumulation:
         OrtopsError: If they do not add up (see `Gradients.not_additive`).
 
     Example:
-        >>> from models import line
-        >>> session = line.session()
+        >>> from ortops import examples
+        >>> session = examples.session()
         >>> ones = np.ones((3, 1), np.float32)
         >>> first = session.gradients({"x": ones[:2], "targets": ones[:2]})
         >>> total = Accumulation(first)

@@ -376,10 +376,10 @@ class LoadedModel:
 
         Example:
             >>> import ortops
-            >>> from models import line
-            >>> line.session().loss_names()
+            >>> from ortops import examples
+            >>> examples.session().loss_names()
             ['loss']
-            >>> line.session(loss=ortops.losses.L1("y") + ortops.losses.Huber("y")).loss_names()
+            >>> examples.session(loss=ortops.losses.L1("y") + ortops.losses.Huber("y")).loss_names()
             ['loss', 'loss_y', 'loss_y_1']
         """
         parts = [part.name for part in self.metadata.losses]
@@ -429,11 +429,11 @@ class LoadedModel:
         The next step takes longer, because its graph is made anew.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> _ = session.step(line.BATCH)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> _ = session.step(examples.BATCH)
             >>> session.free_memory()
-            >>> session.step(line.BATCH)["loss"]
+            >>> session.step(examples.BATCH)["loss"]
             array(0.25, dtype=float32)
         """
         self.execution.free()
@@ -443,10 +443,10 @@ class LoadedModel:
         """A context at whose end the variables, the steps and the history are as before.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
+            >>> from ortops import examples
+            >>> session = examples.session()
             >>> with session.unchanged():
-            ...     _ = session.fit(line.BATCH, progress=False)
+            ...     _ = session.fit(examples.BATCH, progress=False)
             >>> session.steps_done, session.history
             (0, [])
         """
@@ -482,9 +482,9 @@ class LoadedModel:
             ModelError: If the file was changed in place; the session is left unchanged.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> losses = session.run_steps([line.BATCH] * 5)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> losses = session.run_steps([examples.BATCH] * 5)
             >>> session.reset()
             >>> session.steps_done, session.state["w"].item()
             (0, 0.0)

@@ -62,9 +62,9 @@ class ModelFile:
 
         Example:
             >>> import ortops
-            >>> from models import line
-            >>> session = line.session()
-            >>> first = session.step(line.BATCH)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> first = session.step(examples.BATCH)
             >>> other = ortops.TrainingSession(session.model())
             >>> other.steps_done, other.state["w"].item()
             (1, 0.5)
@@ -111,13 +111,13 @@ class ModelFile:
 
         Example:
             >>> import ortops
-            >>> from models import line
-            >>> session = line.session()
+            >>> from ortops import examples
+            >>> session = examples.session()
             >>> import tempfile
-            >>> first = session.step(line.BATCH)
+            >>> first = session.step(examples.BATCH)
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     session.save(f"{folder}/line.onnx")
-            ...     ortops.TrainingSession(f"{folder}/line.onnx").step(line.BATCH)["loss"]
+            ...     ortops.TrainingSession(f"{folder}/line.onnx").step(examples.BATCH)["loss"]
             array(0.25, dtype=float32)
         """
         self._check_writable(path)
@@ -159,13 +159,13 @@ class ModelFile:
 
         Example:
             >>> import tempfile
-            >>> from models import line
-            >>> session = line.session()
+            >>> from ortops import examples
+            >>> session = examples.session()
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     session.save(f"{folder}/line.onnx")
             ...     session.saved_in == f"{folder}/line.onnx"
             True
-            >>> first = session.step(line.BATCH)
+            >>> first = session.step(examples.BATCH)
             >>> session.saved_in
             ''
         """
@@ -198,9 +198,9 @@ class ModelFile:
         Example:
             >>> import numpy as np
             >>> import onnxruntime
-            >>> from models import line
-            >>> session = line.session()
-            >>> first = session.step(line.BATCH)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> first = session.step(examples.BATCH)
             >>> plain = onnxruntime.InferenceSession(session.inference_model().SerializeToString())
             >>> plain.run(None, {"x": np.array([[4]], np.float32)})
             [array([[2.]], dtype=float32)]

@@ -215,8 +215,8 @@ class TrainingSession:
         that is not exact (such as Exp); the logger ``"ortops"`` gives the reason at level INFO.
 
         Example:
-            >>> from models import line
-            >>> line.session().compiled
+            >>> from ortops import examples
+            >>> examples.session().compiled
             ()
         """
         return self._execution.compiled
@@ -227,8 +227,8 @@ class TrainingSession:
 
         Example:
             >>> import ortops
-            >>> from models import line
-            >>> ortops.TrainingSession(line.session().model(), kernels="onnx").compilable
+            >>> from ortops import examples
+            >>> ortops.TrainingSession(examples.session().model(), kernels="onnx").compilable
             ()
         """
         return self._execution.compilable
@@ -238,8 +238,8 @@ class TrainingSession:
         """The execution providers of the session, as names and options.
 
         Example:
-            >>> from models import line
-            >>> line.session().providers
+            >>> from ortops import examples
+            >>> examples.session().providers
             [('CPUExecutionProvider', {})]
         """
         return list(self._loaded.providers)
@@ -257,8 +257,8 @@ class TrainingSession:
                 than 1.24.
 
         Example:
-            >>> from models import line
-            >>> set(line.session().placement.values())
+            >>> from ortops import examples
+            >>> set(examples.session().placement.values())
             {'CPUExecutionProvider'}
         """
         return {node.name: node.provider for node in self._execution.nodes()}
@@ -278,8 +278,8 @@ class TrainingSession:
             OrtopsError: If there is no such entry.
 
         Example:
-            >>> from models import line
-            >>> report = line.session().report()
+            >>> from ortops import examples
+            >>> report = examples.session().report()
             >>> report.kernels, report.in_place, report.in_turn
             ('onnx', (), ('w', 'step'))
             >>> print(report.packed[0])
@@ -462,9 +462,9 @@ class TrainingSession:
             SystemExit: After SIGTERM or SIGHUP.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> history = session.fit(line.BATCH, epochs=3, progress=False)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> history = session.fit(examples.BATCH, epochs=3, progress=False)
             >>> [round(loss, 3) for loss in history.columns["loss"]]
             [1.0, 0.25, 0.062]
         """
@@ -538,8 +538,8 @@ class TrainingSession:
         """The inputs that a batch fills, by name: those of the model, then those of the loss.
 
         Example:
-            >>> from models import line
-            >>> sorted(line.session().inputs)
+            >>> from ortops import examples
+            >>> sorted(examples.session().inputs)
             ['targets', 'x']
         """
         return self._loaded.inputs
@@ -549,9 +549,9 @@ class TrainingSession:
         """The history of the last `fit`, also if it ran before the file was saved.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> _ = session.fit(line.BATCH, epochs=2, progress=False)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> _ = session.fit(examples.BATCH, epochs=2, progress=False)
             >>> [epoch["loss"] for epoch in session.history]
             [1.0, 0.25]
         """
@@ -650,9 +650,9 @@ class TrainingSession:
             OrtopsError: If it is not known what a metric compares.
 
         Example:
-            >>> from models import line
+            >>> from ortops import examples
             >>> from ortops.metrics import resolve
-            >>> line.session().directions(resolve(["mean_absolute_error", "r2"]))
+            >>> examples.session().directions(resolve(["mean_absolute_error", "r2"]))
             {'mean_absolute_error': False, 'r2': True}
         """
         bound = self._evaluator.bind(metrics)
@@ -665,9 +665,9 @@ class TrainingSession:
             OrtopsError: If it is not known what a metric compares, or a step does not compute it.
 
         Example:
-            >>> from models import line
+            >>> from ortops import examples
             >>> from ortops.metrics import resolve
-            >>> line.session().training_metrics(resolve(["mean_absolute_error"])).outputs
+            >>> examples.session().training_metrics(resolve(["mean_absolute_error"])).outputs
             ['y']
         """
         return self._evaluator.of_steps(metrics)
@@ -683,12 +683,12 @@ class TrainingSession:
         float32 value, ``<parameter>.master``, and vice versa.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
+            >>> from ortops import examples
+            >>> session = examples.session()
             >>> sorted(session.state)
             ['learning_rate', 'step', 'w']
             >>> session.state["w"] = [[0.75]]
-            >>> session.step(line.BATCH)["loss"]
+            >>> session.step(examples.BATCH)["loss"]
             array(0.0625, dtype=float32)
         """
         return self._loaded.state
@@ -706,9 +706,9 @@ class TrainingSession:
         some or all parameters and leaves optimizer state unchanged.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> _ = session.step(line.BATCH)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> _ = session.step(examples.BATCH)
             >>> dict(session.parameters)
             {'w': array([[0.5]], dtype=float32)}
         """
@@ -733,10 +733,10 @@ class TrainingSession:
             OrtopsError: If the schedule has no number of steps yet.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
+            >>> from ortops import examples
+            >>> session = examples.session()
             >>> session.learning_rate = session.learning_rate * 2
-            >>> session.run_steps([line.BATCH] * 2).tolist()  # the first step reaches the minimum
+            >>> session.run_steps([examples.BATCH] * 2).tolist()  # one step reaches the minimum
             [1.0, 0.0]
         """
         return self._evaluator.scheduled(self.peak_learning_rate)
@@ -760,10 +760,10 @@ class TrainingSession:
 
         Example:
             >>> import ortops
-            >>> from models import line
+            >>> from ortops import examples
             >>> rate = ortops.schedules.polynomial(0.2, steps=4, warmup=2)
-            >>> session = line.session(optimizer=ortops.optimizers.SGD(rate))
-            >>> _ = session.step(line.BATCH)
+            >>> session = examples.session(optimizer=ortops.optimizers.SGD(rate))
+            >>> _ = session.step(examples.BATCH)
             >>> round(session.peak_learning_rate, 6), round(session.learning_rate, 6)
             (0.2, 0.1)
         """
@@ -809,11 +809,11 @@ class TrainingSession:
             UnsupportedError: If the model has several training_info entries.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> _ = session.step(line.BATCH)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> _ = session.step(examples.BATCH)
             >>> other = session.with_trainable(["w"])
-            >>> other.steps_done, other.step(line.BATCH)["loss"]
+            >>> other.steps_done, other.step(examples.BATCH)["loss"]
             (1, array(0.25, dtype=float32))
         """
         model = rebuilt(self._file.model(), trainable, loss, optimizer)
@@ -839,8 +839,8 @@ class TrainingSession:
         input of it; later ones only copy the values.
 
         Example:
-            >>> from models import line
-            >>> line.session().constants
+            >>> from ortops import examples
+            >>> examples.session().constants
             Constants()
         """
         return Constants(self._loaded)
@@ -853,8 +853,8 @@ class TrainingSession:
         other entries as ``<name>.learning_rate``, and are saved. Setting one changes it.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
+            >>> from ortops import examples
+            >>> session = examples.session()
             >>> session.learning_rates["main"] = 0.5
             >>> session.learning_rates, session.learning_rate
             (LearningRates({'main': 0.5}), 0.5)
@@ -866,9 +866,9 @@ class TrainingSession:
         """The number of finished steps; those of this session if the algorithm does not count them.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> losses = session.run_steps([line.BATCH] * 5)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> losses = session.run_steps([examples.BATCH] * 5)
             >>> session.steps_done
             5
         """

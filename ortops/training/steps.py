@@ -78,11 +78,11 @@ class Steps:
             Exception: Whatever ``reduce`` raises; then nothing has changed.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> {name: array.item() for name, array in session.step(line.BATCH).items()}
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> {name: array.item() for name, array in session.step(examples.BATCH).items()}
             {'loss': 1.0, 'y': 0.0}
-            >>> session.step(line.BATCH, outputs=["loss"])
+            >>> session.step(examples.BATCH, outputs=["loss"])
             {'loss': array(0.25, dtype=float32)}
         """
         self._check_outputs(outputs)
@@ -136,16 +136,16 @@ class Steps:
                 or a step runs several training_info entries and ``entry`` is missing.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> gradients = session.gradients(line.BATCH)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> gradients = session.gradients(examples.BATCH)
             >>> gradients["w"], gradients.loss, session.steps_done
             (array([[-2.]], dtype=float32), 1.0, 0)
             >>> session.apply(gradients)
             >>> session.state["w"], session.steps_done
             (array([[0.5]], dtype=float32), 1)
-            >>> first = session.gradients(line.BATCH)
-            >>> session.apply(session.gradients(line.BATCH, after=first))  # a step with both
+            >>> first = session.gradients(examples.BATCH)
+            >>> session.apply(session.gradients(examples.BATCH, after=first))  # a step with both
             >>> session.state["w"], session.steps_done
             (array([[0.75]], dtype=float32), 2)
         """
@@ -215,9 +215,9 @@ class Steps:
             UnsupportedError: See `gradients`.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> gradients = session.gradients(line.BATCH)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> gradients = session.gradients(examples.BATCH)
             >>> session.apply({"w": gradients["w"] * 2})  # SGD with rate 0.25: 0 - 0.25 · 2 · -2
             >>> session.state["w"].item()
             1.0
@@ -284,9 +284,9 @@ class Steps:
             KernelError: If a kernel failed; the same holds.
 
         Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> session.run_steps([line.BATCH] * 3)
+            >>> from ortops import examples
+            >>> session = examples.session()
+            >>> session.run_steps([examples.BATCH] * 3)
             array([1.    , 0.25  , 0.0625], dtype=float32)
         """
         if isinstance(batches, Mapping) or not isinstance(batches, Iterable):

@@ -29,10 +29,10 @@ def split_source(source: Source, fraction: float) -> tuple[Source, Source]:
         ``validation_split`` of ``keras.Model.fit``.
 
     Example:
-        >>> from models import line
+        >>> from ortops import examples
         >>> from ortops.training.data import open_data
-        >>> rows = {name: array.repeat(10, 0) for name, array in line.BATCH.items()}
-        >>> source = open_data(rows, line.session().inputs, batch_size=4)
+        >>> rows = {name: array.repeat(10, 0) for name, array in examples.BATCH.items()}
+        >>> source = open_data(rows, examples.session().inputs, batch_size=4)
         >>> [part.rows for part in split_source(source, 0.25)]
         [7, 3]
     """

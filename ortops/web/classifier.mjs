@@ -9,6 +9,7 @@ const RANGES = {
   imagenet: { mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225] },
   bytes: { mean: [0], std: [1 / 255] },
 };
+const PREPROCESSING = ["width", "height", "crop", "layout", "range", "mean", "std"];
 const ROWS = 12; // classes that are shown at first
 const PART = 16; // images that are read between two messages
 const THUMBNAILS = 8;
@@ -22,6 +23,7 @@ let picture = null;
 let split = { rows: 0, testRows: 0 };
 let provider = "";
 let sent = ""; // the preprocessing that the worker has
+const contents = new Map(); // what images contain → id
 
 const training = prepareTraining({
   about: () => `${split.rows} images to train, ${split.testRows} set aside, on ${PROVIDERS[provider]}.`,
@@ -40,39 +42,54 @@ const { call } = training;
 /** Opens the step on the chosen provider, or on the other one if that fails; says so. */
 async function openStep({ keep = false } = {}) {
   const wanted = find("provider").value;
-  const wasOpen = inputs !== null;
+  const before = { inputs, fields: PREPROCESSING.map(find).map(({ value, disabled }) => ({ value, disabled })) };
   let opened;
   let reason = "";
   const open = async (name) => {
     say(`Opening the model on ${PROVIDERS[name]} …`);
-    inputs = null;
-    opened = await call("open", { provider: name, runtime: runtimeOf(name), files, keep: keep && wasOpen });
+    opened = await call("open", { provider: name, runtime: runtimeOf(name), files, keep, trial: true });
     inputs = await call("inputs");
     if (!keep) showPreprocessing();
     sent = "";
     if (!(await useSettings())) throw new Error("the preprocessing is not complete");
     provider = find("provider").value = name;
   };
+  const setOpen = (isOpen) => { find("image-fields").disabled = find("try-fields").disabled = !isOpen; };
   training.close();
-  find("image-fields").disabled = find("try-fields").disabled = true;
+  setOpen(false);
   try {
-    await open(wanted);
+    await open(wanted).catch(async (error) => {
+      if (wanted !== "webgpu" || error.name === "ModelError") throw error;
+      await open("wasm");
+      reason = `, because WebGPU does not work here: ${error.message.replace(/\.$/, "")}`;
+    });
+    await call("accept");
   } catch (error) {
-    if (wanted !== "webgpu" || error.name === "ModelError") throw error;
-    await open("wasm");
-    reason = `, because WebGPU does not work here: ${error.message.replace(/\.$/, "")}`;
+    await call("restore");
+    inputs = before.inputs;
+    if (inputs !== null) { // training can go on where it was
+      find("provider").value = provider;
+      PREPROCESSING.forEach((id, at) => Object.assign(find(id), before.fields[at]));
+      sent = "";
+      await useSettings();
+      training.open(await call("rate"), { isNew: false });
+      setOpen(true);
+    }
+    throw error;
   }
   const isPartial = provider === "webgpu" && opened.about.target !== "webgpu";
   find("runs").textContent = `Runs on ${PROVIDERS[provider]}${reason}.` +
     (isPartial ? " The step was exported without --target webgpu, so parts of it may run on the CPU." : "");
   training.open(opened.rate, { isNew: !keep });
-  find("image-fields").disabled = find("try-fields").disabled = false;
+  if (!keep) forgetAccuracy();
+  setOpen(true);
   find("size").disabled = inputs.batch !== null;
   if (inputs.batch !== null) find("size").value = inputs.batch;
   const size = `${find("width").value} × ${find("height").value}, ${inputs.channels === 1 ? "gray" : "color"}`;
   find("model-name").textContent =
     `${files ? "The chosen folder" : "The folder of this page"}: ${count} classes, images of ${size}.`;
-  say(find("runs").textContent + (split.rows ? "" : " Add images of each class."));
+  say(find("runs").textContent + (contents.size ? "" : " Add images of each class."));
+  await guess();
 }
 
 /** Shows the preprocessing that the inputs suggest. */
@@ -128,6 +145,7 @@ async function useSettings() {
   const values = settingsIn();
   if (values === null) return false;
   if (sent === JSON.stringify(values)) return true;
+  const isOther = sent !== ""; // than that of the figures shown
   const classes = await call("useImages", values);
   if (classes < 2) throw new Error(`this page needs a model with at least 2 scores for an image, got ${classes}`);
   if (classes !== count) {
@@ -136,7 +154,14 @@ async function useSettings() {
     setRows(Math.min(Math.max(groups.length, ROWS), count));
   }
   sent = JSON.stringify(values);
+  if (isOther) forgetAccuracy();
   return true;
+}
+
+/** Shows none, until this model has been trained with this preprocessing. */
+function forgetAccuracy() {
+  split = { rows: 0, testRows: 0 };
+  find("accuracy").textContent = "–";
 }
 
 // ------------------------------------------------------------------------------------ images
@@ -188,8 +213,26 @@ function setRows(length) {
   find("add-class").hidden = groups.length >= count;
 }
 
+/** Lets images be added again. */
+function forget(ids) {
+  for (const [content, id] of contents) {
+    if (ids.includes(id)) contents.delete(content);
+  }
+}
+
+/** Returns a text that is the same for files of the same bytes only. */
+async function contentOf(file) {
+  let [one, two] = [0x811c9dc5, 0x9e3779b9];
+  for (const byte of new Uint8Array(await file.arrayBuffer())) {
+    one = Math.imul(one ^ byte, 0x01000193);
+    two = Math.imul((two ^ byte) + (two >>> 15), 0x85ebca6b);
+  }
+  return `${file.size} ${one} ${two}`;
+}
+
 function clear(group) {
   call("removeImages", group.ids);
+  forget(group.ids);
   group.ids = [];
   for (const image of group.thumbnails.children) URL.revokeObjectURL(image.src);
   group.thumbnails.replaceChildren();
@@ -208,10 +251,21 @@ async function addImages(additions) {
   const all = additions.flatMap(({ group, chosen }) =>
     chosen.filter((one) => !isHidden(one)).map((one) => ({ ...one, group, label: groups.indexOf(group), id: nextId++ })));
   const failed = [];
+  const known = []; // would be in the training and set aside
   for (let from = 0; from < all.length; from += PART) {
-    const part = all.slice(from, from + PART);
+    const part = [];
     say(`Reading images: ${from} of ${all.length} …`);
+    for (const one of all.slice(from, from + PART)) {
+      const content = await contentOf(one.file).catch(() => `unreadable ${one.id}`);
+      if (contents.has(content)) {
+        known.push(one.path.at(-1));
+        continue;
+      }
+      contents.set(content, one.id);
+      part.push(one);
+    }
     const wrong = await call("addImages", part.map(({ id, file, label }) => ({ id, file, label })));
+    forget(wrong);
     for (const { id, file, path, group } of part) {
       if (wrong.includes(id)) {
         failed.push(path.at(-1));
@@ -224,9 +278,9 @@ async function addImages(additions) {
       showCount(group);
     }
   }
-  const added = `Added ${all.length - failed.length} images.`;
-  if (failed.length) say(`${added} ${filesThat(failed, "cannot be read as images")}`, true);
-  else say(added);
+  const left = [[failed, "cannot be read as images"], [known, "are there already"]].filter(([list]) => list.length);
+  const parts = left.map(([list, what]) => filesThat(list, what));
+  say([`Added ${all.length - failed.length - known.length} images.`, parts.join(". ")].join(" ").trim(), left.length > 0);
 }
 
 const filesThat = (list, what) => `Files that ${what}: ${names(list)} (${list.length})`;
@@ -273,6 +327,7 @@ async function prepare() {
   if (filled.length < 2) throw new Error(`add images to at least 2 classes, got ${filled.length}`);
   const { failed, ...found } = await call("splitImages", share / 100);
   if (failed.length) {
+    forget(failed);
     for (const group of groups) {
       group.ids = group.ids.filter((id) => !failed.includes(id));
       showCount(group);
@@ -389,7 +444,7 @@ async function start() {
     groups.at(-1).name.focus();
   };
   find("provider").onchange = shown(() => openStep({ keep: true }));
-  for (const id of ["width", "height", "crop", "layout", "range", "mean", "std"]) {
+  for (const id of PREPROCESSING) {
     find(id).onchange = shown(async () => {
       if (await useSettings()) say(`Preprocessing: ${find("summary").textContent}.`);
       await guess();

@@ -186,11 +186,22 @@ export function prepareTraining(page) {
     }
     page.setBusy(isBusy);
   };
-  find("rate").onchange = shown(async () => {
+  /** Sets the rate that the field says, or says why not; returns whether it is set. */
+  const setRate = async () => {
     const value = rateIn();
-    if (value === null) return;
-    if (!running) say(page.about());
-    await call("setRate", value);
+    if (value === null) return false;
+    try {
+      const used = await call("setRate", value);
+      if (Math.abs(used - value) > 1e-6 * value) showRate(used); // as of one that is too small for float32
+    } catch (error) {
+      find("rate").setAttribute("aria-invalid", "true");
+      error.message = error.message.replace("learningRate", "learning rate");
+      throw error;
+    }
+    return true;
+  };
+  find("rate").onchange = shown(async () => {
+    if ((await setRate()) && !running) say(page.about());
   });
   find("train").onclick = shown(async () => {
     if (running) {
@@ -200,13 +211,18 @@ export function prepareTraining(page) {
     const epochs = countIn("epochs", "epochs");
     if (epochs === null || (!find("rate").disabled && rateIn() === null)) return;
     setBusy(true);
+    say("Training …");
     try {
+      if (!find("rate").disabled) await setRate();
       const values = await page.prepare();
       if (values === null) return;
       for (epoch = 1; epoch <= epochs && running; epoch += 1) {
         say(`Training: epoch ${epoch} of ${epochs} …`);
-        running = await call("train", values);
-        await refresh();
+        try {
+          running = await call("train", values);
+        } finally {
+          await refresh(); // steps before one that fails have been made
+        }
       }
       say(`Trained ${losses.length} steps; ${find("accuracy-of").textContent} ${find("accuracy").textContent}. ${page.about()}`);
     } finally {

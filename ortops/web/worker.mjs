@@ -10,6 +10,7 @@ const REPORT = 50; // milliseconds between reports
 const here = new URL(".", import.meta.url);
 
 let session = null;
+let previous; // the session to return to while another one is on trial; else undefined
 let data;
 let stopped = false;
 const images = new Images();
@@ -61,8 +62,11 @@ async function scoresOf(feeds) {
 }
 
 const calls = {
-  /** Opens a step: `files` by name, or those beside this file. `keep` continues with the present state. */
-  async open({ provider, runtime, files = here, keep = false }) {
+  /**
+   * Opens a step: `files` by name, or those beside this file. `keep` continues with the present state. On
+   * `trial`, the present session stays until `accept` or `restore`.
+   */
+  async open({ provider, runtime, files = here, keep = false, trial = false }) {
     if (provider === "webgpu" && !(await navigator.gpu?.requestAdapter())) {
       throw new Error("this browser has no WebGPU device");
     }
@@ -73,14 +77,30 @@ const calls = {
     const next = await TrainingSession.create(ort, files, {
       gpuState: provider === "webgpu", sessionOptions: { executionProviders: [provider] },
     });
-    if (keep && session) {
-      const state = await session.state();
+    const present = previous ?? session;
+    if (keep && present) {
+      const state = await present.state();
       await next.setState(Object.fromEntries(Object.entries(state).map(([name, { data: values, dims }]) =>
         [name, { data: values, dims }])));
     }
-    await session?.release();
+    if (previous === undefined) previous = session;
+    else await session?.release();
     session = next;
+    if (!trial) await calls.accept();
     return { about: session.about, rate: calls.rate() };
+  },
+
+  /** Goes on with the session that is on trial. */
+  async accept() {
+    await previous?.release();
+    previous = undefined;
+  },
+
+  /** Returns to the session before a trial. */
+  async restore() {
+    if (previous === undefined) return;
+    await session?.release();
+    [session, previous] = [previous, undefined];
   },
 
   /** Reads the arrays beside this file. */
@@ -120,8 +140,10 @@ const calls = {
 
   rate: () => (session.about.learning_rates.length ? session.learningRate : null),
 
+  /** Sets the learning rate; returns it as the training has it. */
   setRate(value) {
     session.learningRate = value;
+    return calls.rate();
   },
 
   stop() {

@@ -47,8 +47,8 @@ def match(model: ModelLike, checkpoint: Checkpoint) -> Names:
 
     Example:
         >>> import numpy as np
-        >>> from models import mlp
-        >>> model = mlp.mlp((4, 16, 2))
+        >>> from ortops import examples
+        >>> model = examples.mlp((4, 16, 2))
         >>> checkpoint = {"net.fc1.bias": np.zeros(16, np.float32)}
         >>> match(model, checkpoint)["net.fc1.bias"][0].weight
         'fc1.bias'

@@ -220,8 +220,8 @@ class Names(Mapping[str, tuple[Place, ...]]):
             model: A ModelProto, its bytes, or its path; not changed.
 
         Example:
-            >>> from models import mlp
-            >>> model = mlp.mlp((4, 16, 2))
+            >>> from ortops import examples
+            >>> model = examples.mlp((4, 16, 2))
             >>> stored(Names({"w": (Place("fc1.weight"),)}).attach(model))
             checkpoint  model       by     layout
             w           fc1.weight  given

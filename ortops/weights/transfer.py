@@ -51,8 +51,8 @@ def load(model: ModelLike, source: Checkpoint, names: NamesLike | None = None) -
 
     Example:
         >>> import numpy as np
-        >>> from models import mlp
-        >>> model = mlp.mlp((4, 16, 2))
+        >>> from ortops import examples
+        >>> model = examples.mlp((4, 16, 2))
         >>> loaded = load(model, {"fc1.bias": np.ones(16)})
         >>> tensors = {tensor.name: tensor for tensor in loaded.graph.initializer}
         >>> float(onnx.numpy_helper.to_array(tensors["fc1.bias"]).sum())
@@ -110,10 +110,10 @@ def save(
 
     Example:
         >>> import tempfile
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> like = {"fc1.weight": np.zeros((16, 4), np.float16)}
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save(mlp.mlp((4, 16, 2)), f"{folder}/mlp.safetensors")
+        ...     save(examples.mlp((4, 16, 2)), f"{folder}/mlp.safetensors")
         ...     sorted(read_checkpoint(f"{folder}/mlp.safetensors"))
         ['fc1.bias', 'fc1.weight', 'fc2.bias', 'fc2.weight']
     """

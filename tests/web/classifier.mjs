@@ -116,6 +116,30 @@ try {
   await send("model.onnx", await saved("save"));
   await send("state.safetensors", await saved("save-state"));
 
+  // A folder of another kind of model leaves the training as it was, and images that are there are not added.
+  const figures = () => [text("steps"), text("accuracy"), text("loss"), text("guess"), get("rate").value, get("std").value];
+  const parts = ["step.json", "step.onnx", "evaluate.onnx", "state.safetensors", "model.onnx"];
+  const wrong = await Promise.all(parts.map(async (name) =>
+    placed(new File([await (await fetch(`wrong/${name}`)).arrayBuffer()], name), `wrong/${name}`)));
+  const before = figures();
+  found.wrongFolder = await said(() => choose(get("folder"), wrong), { ends: () => isError() && !get("train").disabled });
+  found.unchanged = JSON.stringify(before) === JSON.stringify(figures());
+  await send("unchanged.onnx", await saved("save"));
+  const again = await imageOf(0, 7);
+  const other = await imageOf(2, 11);
+  const renamed = new File([again], "copy.png", { type: "image/png" });
+  found.twice = [await said(() => choose(get("tree"), first.map((file) => placed(file, `colors/a red/${file.name}`)))),
+    await said(() => drop(last, [entryOf(renamed), entryOf(other), entryOf(renamed)]))];
+  last.querySelector("button").click();
+  await said(() => drop(last, third.concat(more).map(entryOf))); // removed images can be added again
+  found.classesAgain = [...get("classes").children].map((row) => row.querySelector(".hint").textContent);
+
+  // A rate that cannot be used is said, and nothing is trained with another one.
+  found.rates = [await said(() => change("rate", "1e300")), await said(() => click("train")), text("steps")];
+  await said(() => change("rate", "1e-60"));
+  found.rates.push(get("rate").value);
+  await said(() => change("rate", "0.01"));
+
   // Another provider goes on with the state.
   found.provider = await said(() => change("provider", get("provider").value === "wasm" ? "webgpu" : "wasm"),
     { ends: () => !get("train").disabled });
@@ -135,6 +159,7 @@ try {
   found.incomplete = await said(() => choose(get("folder"), files.slice(1)));
   found.chosen = await said(() => choose(get("folder"), files), { ends: () => !get("train").disabled });
   found.model2 = text("model-name");
+  found.untrained = [text("steps"), text("accuracy")];
   get("epochs").value = 1;
   found.again = await said(() => click("train"));
   const named = (field) => field.ariaLabel || field.labels?.length || field.textContent.trim();

@@ -81,7 +81,7 @@ def copy_model(
         elif name == "initializer":
             for tensor in value:
                 copy_tensor(tensor, target.initializer.add())
-        elif field.is_repeated:
+        elif hasattr(value, "extend"):  # it is repeated; older versions of protobuf do not say so
             getattr(target, name).extend(value)
         elif field.message_type is not None:
             getattr(target, name).CopyFrom(value)

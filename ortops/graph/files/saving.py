@@ -57,10 +57,10 @@ def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
 
     Example:
         >>> import tempfile
-        >>> from models import mlp
+        >>> from ortops import examples
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_model(mlp.mlp((4, 16, 2)), f"{folder}/model.onnx")
-        ...     onnx.load(f"{folder}/model.onnx") == mlp.mlp((4, 16, 2))
+        ...     save_model(examples.mlp((4, 16, 2)), f"{folder}/model.onnx")
+        ...     onnx.load(f"{folder}/model.onnx") == examples.mlp((4, 16, 2))
         True
     """
     folder, target = remembered(model), destination(path)
