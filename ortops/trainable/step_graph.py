@@ -433,9 +433,9 @@ def _kind(value: ir.Value) -> tuple[str, int | None] | None:
 
 def _make_inputs(graph: ir.Graph, variables: Sequence[str]) -> None:
     """Makes initializers inputs with default values."""
-    for name in variables:
-        if graph.initializers[name] not in graph.inputs:
-            graph.inputs.append(graph.initializers[name])
+    listed = set(graph.inputs)
+    values = dict.fromkeys(graph.initializers[name] for name in variables)
+    graph.inputs.extend(value for value in values if value not in listed)
 
 
 def check_bindings(proto: onnx.ModelProto, entry: int) -> dict[str, str]:
