@@ -292,6 +292,12 @@ def infer_shapes(model: ir.Model) -> None:
             node.attributes.pop("to", None)
     _remove_element_symbols(model.graph)
     _infer_rest(model.graph, Tape(model.graph, names=Names()))
+    # With ranks of elements, onnxruntime refuses branches that read a sequence and cannot run for
+    # its rank; it accepts them in files without.
+    for node in all_nodes(model.graph):
+        for value in node.outputs:
+            if isinstance(value.type, ir.SequenceType) and not value.is_graph_output():
+                value.shape = None
 
 
 def _encoded_type(node: ir.Node) -> ir.DataType | None:
