@@ -43,6 +43,7 @@ from ortops.graph.edit import (
     remove_defaults,
     remove_unread,
 )
+from ortops.graph.faults import use_exact_products
 from ortops.graph.files.external import LightModel, detach
 from ortops.graph.files.messages import describe_node
 from ortops.graph.files.serialization import BOUND_DOMAIN, name_tensors, to_proto
@@ -61,7 +62,6 @@ from ortops.lowering import (
 from ortops.optimizers import OPERATORS
 from ortops.passes.rounding import ROUNDING
 from ortops.trainable.bfloat16 import compute_in_float32
-from ortops.trainable.exact_products import use_exact_products
 from ortops.trainable.metadata import (
     METADATA_KEY,
     LossPart,

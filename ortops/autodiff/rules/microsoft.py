@@ -17,7 +17,8 @@ from ortops.autodiff.rules.convolution import ConvAttributes
 from ortops.autodiff.rules.table import definition
 from ortops.errors import UnsupportedError
 from ortops.graph.edit import is_float
-from ortops.graph.shapes import pad_axes, size_of
+from ortops.graph.faults import pad_axes
+from ortops.graph.shapes import size_of
 from ortops.graph.tensor import Tensor, op
 
 MICROSOFT = "com.microsoft"
