@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from ortops import losses, transpose_optimizer
+from ortops import losses
 from ortops.autodiff.expansion import expand
 from ortops.autodiff.registry import StructuralRule, ZeroRule
 from ortops.autodiff.rules import RULES
@@ -21,7 +21,7 @@ from ortops.building.groups import Groups
 from ortops.building.parameters import quantized, readers
 from ortops.building.preparation import BatchNormalization, prepare_for_training
 from ortops.errors import OrtopsError
-from ortops.graph import convert
+from ortops.graph import convert, faults
 from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, describe, inner_graphs, is_float, mapped_tensor
@@ -290,7 +290,7 @@ def check(
         loss=chosen if isinstance(chosen, str) else _name(chosen),
         fitting=fitting,
         **(existing | plan.notes),
-        said=[*about, *plan.said, *transpose_optimizer.said(light.proto)],
+        said=[*about, *plan.said, *faults.said(light.proto)],
         problems=report.problems or _failures(plan),
     )
 

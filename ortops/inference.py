@@ -18,9 +18,8 @@ from ortops import custom_ops
 from ortops.arguments import choice
 from ortops.errors import KernelError, ModelError, UnsupportedError, is_raised_by
 from ortops.graph.files.loading import ModelLike, blame_model, is_file, load
-from ortops.graph.files.messages import has_domain
+from ortops.graph.files.messages import has_domain, nodes_within
 from ortops.numbers import Array
-from ortops.transpose_optimizer import disabled_optimizers
 from ortops.uninterrupted import finished_at_exit, run_uninterrupted
 
 if TYPE_CHECKING:
@@ -309,7 +308,10 @@ def open_lowered(
     """
     session = InferenceSession.__new__(InferenceSession)
     session._kernel_nodes, session._kernels_on_other_threads = {}, False
-    disabled = [*disabled, *disabled_optimizers(model)]
+    if any(node.op_type == "Resize" for node in nodes_within(model)):
+        from ortops.graph import faults  # which imports onnx-ir; other models do without
+
+        disabled = [*disabled, *faults.disabled_optimizers(model)]
     more: dict[str, Any] = {"disabled_optimizers": disabled} if disabled else {}
     more["enable_fallback"] = 0  # onnxruntime would print an error, and use the CPU
     session._open(_message(model), sess_options, None, {}, providers, None, **more)

@@ -32,7 +32,7 @@ from ortops.errors import ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, describe, remove_unread, replace_value
-from ortops.graph.faults import avoid_matrix_times_vector
+from ortops.graph.faults import avoid
 from ortops.graph.files.folders import remember
 from ortops.graph.files.messages import has_domain
 from ortops.graph.files.serialization import BOUND_DOMAIN, to_proto
@@ -213,7 +213,7 @@ def lower_prepared(
     _fix_imports(graph)
     for each in reversed(passes):
         each.finish(draft)
-    avoid_matrix_times_vector(graph, draft.names)  # those that rules and passes emitted
+    avoid(graph, draft.names)  # what that rules and passes emitted
     return model
 
 
@@ -238,7 +238,7 @@ def prepare(model: ir.Model, rules: Rules = RULES) -> ir.Model:
         infer_types(model)
     for node in _optimizer_nodes(model.graph):
         _check_tensors(node)
-    avoid_matrix_times_vector(model.graph)
+    avoid(model.graph)
     return model
 
 

@@ -84,9 +84,9 @@ ROOMS = {
         "test_large_models test_blocked test_ranks reliability/test_groups_of_convolutions",
     ),
     "lowering": room(
-        "lowering.py inference.py custom_ops.py backend.py transpose_optimizer.py",
+        "lowering.py inference.py custom_ops.py backend.py",
         "test_lower test_session test_targets test_custom_ops test_official_cases "
-        "test_transpose_optimizer test_external test_held_file test_folders test_conformance "
+        "test_cubic_resize test_external test_held_file test_folders test_conformance "
         "test_warnings test_without_extensions reliability/test_exit reliability/test_threads",
     ),
     "execution": room(

@@ -164,6 +164,32 @@ def check(case: Case, *, symbolic: bool) -> None:
             )
 
 
+def differences_of_levels(case: Case, *, symbolic: bool) -> list[str]:
+    """Returns what onnxruntime computes differently once it has optimized the graph, in float32.
+
+    Args:
+        case: The case, with the derivatives of all its orders.
+        symbolic: As for `check`.
+    """
+    rng = np.random.default_rng((SEED, len(case.op)))
+    model, feeds = _narrow(case, symbolic, rng)
+    names = [f"x{index}" for index in case.differentiated]
+    for order in range(1, case.orders + 1):
+        model = with_gradient(model, names, f"f{order}", f"d{order}_")
+        if order < case.orders:
+            model, feeds = _next_order(model, feeds, names, order, rng)
+    shown = [f"d{order}_{name}" for order in range(1, case.orders + 1) for name in names]
+    del model.graph.output[:]
+    model.graph.output.extend(map(helper.make_empty_tensor_value_info, shown))
+    model = ortops.lower(model)
+    plain = run(model, feeds, optimize=False)
+    return [
+        f"{name}: {np.abs(one - other).max()} of {np.abs(one).max()}"
+        for name, one, other in zip(shown, plain, run(model, feeds), strict=True)
+        if not np.allclose(one, other, rtol=1e-3, atol=1e-4 * (1 + np.abs(one).max(initial=0)))
+    ]
+
+
 def _results(
     model: onnx.ModelProto,
     feeds: dict[str, np.ndarray],

@@ -11,12 +11,15 @@ import onnx
 import pytest
 from domain_models import model, node, value
 from onnx import TensorProto, helper
+from onnx.parser import parse_model
 from running import run
+from violations import all_violations
 
 import ortops
 from ortops import Tape, losses, op
 from ortops.check import check
 from ortops.cli import main
+from ortops.errors import ModelError
 
 F = np.float32
 
@@ -331,3 +334,76 @@ def test_a_file_that_stock_onnxruntime_does_not_run_says_so(tmp_path, caplog):
     own = ortops.InferenceSession(tmp_path / "trained.onnx").run(None, {"x": x})
     for a, b in zip(lowered, own, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+BRANCHES = """y = If (c) <then_branch = a () => (float[n, 2] t) {{ t = Add (x, w) }},
+    else_branch = b () => (float[n, 2] u) {{ {0} }}>"""
+FUNCTION = """q = f.F <k = 0.1> (x)  y = Add (q, w) }}
+    <opset_import: ["": 21], domain: "f"> F <k> (a) => (b) {{ {0}"""
+INVALID = {
+    "a misspelt name": (
+        "q = Mul (x, w)  y = Add (q, missing)",
+        "'y' reads 'missing', which is not",
+    ),
+    "not on the way to the output": ("q = Neg (missing)  y = Add (x, w)", "reads 'missing', which"),
+    "in a branch": (BRANCHES.format("u = Add (x, missing)"), "'u' reads 'missing', which is not"),
+    "of the other branch": (BRANCHES.format("u = Add (x, t)"), "'u' reads 't', which is not"),
+    "output of a branch": (BRANCHES.format("v = Add (x, w)"), "output 'u' is not defined"),
+    "output": ("q = Add (x, w)", "output 'y' is not defined; known names: 'c', 'q'"),
+    "in a function": (FUNCTION.format("b = Add (a, w)"), "'b' reads 'w', which is not defined"),
+    "output of a function": (FUNCTION.format("c = Neg (a)"), "function 'F': output 'b' is not"),
+    "an attribute by reference": (
+        "q = Add (x, w)  y = LeakyRelu <alpha: float = @k> (q)",
+        "LeakyRelu node 'y': attribute 'alpha' refers to the attribute 'k' outside a function",
+    ),
+    "by reference in a branch": (
+        BRANCHES.format("u = LeakyRelu <alpha: float = @k> (x)"),
+        "LeakyRelu node 'u': attribute 'alpha' refers to the attribute 'k' outside a function",
+    ),
+    "a reference to another attribute": (
+        FUNCTION.format("b = LeakyRelu <alpha: float = @other> (a)"),
+        "LeakyRelu node 'b': attribute 'alpha' refers to the attribute 'other' in a function",
+    ),
+}
+
+
+def parsed(nodes: str) -> onnx.ModelProto:
+    text = """<ir_version: 10, opset_import: ["": 21, "f": 1]>
+        g (float[n, 2] x, bool c) => (float[n, 2] y) <float[2] w = {1, 2}> { NODES }"""
+    return parse_model(text.replace("NODES", nodes.replace("{{", "{").replace("}}", "}")))
+
+
+def untyped(change) -> onnx.ModelProto:
+    proto = parsed("y = Add (x, w)")
+    change(proto.graph.input)
+    return proto
+
+
+def test_invalid_models_are_refused_as_the_builder_refuses_them() -> None:
+    models = {name: (parsed(nodes), message) for name, (nodes, message) in INVALID.items()}
+    for name, change in {
+        "no type": lambda inputs: inputs[0].ClearField("type"),
+        "no element type": lambda inputs: inputs[0].type.tensor_type.ClearField("elem_type"),
+    }.items():
+        models[name] = (untyped(change), "input 'x': it has no type; declare one")
+    models["not read"] = (untyped(lambda i: i[1].ClearField("type")), "input 'c': it has no type")
+    with all_violations() as row:
+        for name, (proto, message) in models.items():
+            for function in (check, ortops.Function, build):
+                with row(f"{name}, {function.__name__}"):
+                    with pytest.raises(ModelError) as caught:
+                        function(proto)
+                    assert message in str(caught.value)
+
+
+def build(proto: onnx.ModelProto) -> onnx.ModelProto:
+    return ortops.build_training_model(proto, loss="MeanSquaredError", optimizer="SGD")
+
+
+def test_what_is_legal_though_unusual_is_checked() -> None:
+    """Names of the graph around a branch, and attributes that a function has."""
+    for nodes in (
+        BRANCHES.format("u = Mul (x, w)"),
+        FUNCTION.format("b = LeakyRelu <alpha: float = @k> (a)"),
+    ):
+        assert check(parsed(nodes)).problems == []

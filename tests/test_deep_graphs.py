@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -97,3 +99,53 @@ def test_deep_graphs_are_trained() -> None:
                 session = ortops.TrainingSession(trainable)
                 session.step({"x": x, "targets": np.zeros_like(x)})
     assert sys.getrecursionlimit() < DEPTH
+
+
+def of_many_weights(count: int, *, wide: bool) -> onnx.ModelProto:
+    """Returns a model of as many weights, one after another or summed by one node."""
+    weights = [f"w{index}" for index in range(count)]
+    ends = [f"h{index}" for index in range(count)]
+    reads = ["x"] * count if wide else ["x", *ends[:-1]]
+    nodes = [
+        helper.make_node("Mul", [read, weight], [end])
+        for read, weight, end in zip(reads, weights, ends, strict=True)
+    ]
+    nodes.append(
+        helper.make_node("Sum", ends, ["y"]) if wide else node("Neg", "_")(ends[-1], "y")[0]
+    )
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4]) for name in "xy")
+    tensors = [
+        numpy_helper.from_array(np.linspace(1, 1.001, 4, dtype=np.float32), w) for w in weights
+    ]
+    graph = helper.make_graph(nodes, "many", [x], [y], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def calls(model: onnx.ModelProto) -> Counter[CodeType]:
+    """Returns how often building and opening a model calls functions; steps of generators count."""
+    counted: Counter[CodeType] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            counted[frame.f_code] += 1
+
+    sys.setprofile(count)
+    try:
+        ortops.TrainingSession(
+            ortops.build_training_model(model, loss="MeanSquaredError", optimizer="Adam")
+        )
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+@pytest.mark.slow
+def test_time_is_linear_in_the_number_of_weights() -> None:
+    """No function is called more often than 4 times as often for 4 times as many weights."""
+    calls(of_many_weights(2, wide=True))  # what is called once in a process
+    with all_violations() as check:
+        for wide in (True, False):
+            few, many = (calls(of_many_weights(count, wide=wide)) for count in (50, 200))
+            for code, number in many.items():
+                with check(f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"):
+                    assert number <= 4 * few[code] + 100, f"{few[code]} calls, then {number}"

@@ -11,6 +11,7 @@ import onnxruntime
 from violations import all_violations
 
 import ortops
+from ortops.graph.faults import FAULTS
 
 FORMS = {
     "x Wᵀ": ("t = Transpose <perm = [1, 0]> (m) p = MatMul (x, t)", False),
@@ -51,11 +52,16 @@ def model(body: str, *, left: bool, scalar: bool = False) -> onnx.ModelProto:
             m = Add (w, zero) {body} y = Tanh (p) {mean} }}""")
 
 
-def results(given: onnx.ModelProto, level: str, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+def results(
+    given: onnx.ModelProto,
+    level: str,
+    feeds: dict[str, np.ndarray],
+    outputs: list[str] | None = None,
+) -> list[np.ndarray]:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level, ZERO)
     return onnxruntime.InferenceSession(given.SerializeToString(), options).run(
-        None, {"x": X} | feeds
+        outputs, {"x": X} | feeds
     )
 
 
@@ -101,3 +107,51 @@ def test_products_with_vectors_on_a_tape() -> None:
         y, dx = results(lowered, level, {})
         np.testing.assert_allclose(y, W @ X, rtol=1e-5)
         np.testing.assert_allclose(dx, 2 * W.T @ W @ X, rtol=1e-5)
+
+
+def test_each_fault_is_in_the_versions_that_it_names() -> None:
+    """A version in which one is mended, or comes back, is to be written down."""
+    installed = tuple(map(int, onnxruntime.__version__.split(".")[:2]))
+    with all_violations() as check:
+        for name, fault in FAULTS.items():
+            first, last = (tuple(map(int, each.split("."))) for each in fault.versions)
+            with check(name):
+                if first <= installed <= last:
+                    assert fault.is_present()
+                elif installed <= (1, 32):
+                    assert not fault.is_present()
+
+
+def test_a_padded_weight() -> None:
+    """The second derivative of a transposed convolution convolves with a padded cotangent."""
+    convolution = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        g (float[1, 2, 3, 3, 3] x, float[2, 2, 3, 3, 3] w) => (float[1, 2, 7, 7, 7] y) {
+            y = ConvTranspose <strides = [2, 2, 2]> (x, w) }""")
+    gradient = ortops.derivatives.gradient(convolution, xs=["w"], lowered=True)
+    second = ortops.derivatives.vjp(gradient, xs=["x"], y="d_y_d_w", lowered=True)
+    r = np.random.default_rng(0).normal(size=(2, 2, 3, 3, 3)).astype(np.float32)
+    feeds = {"x": np.ones((1, 2, 3, 3, 3), np.float32), "w": r, "seed_d_y_d_w": r}
+    for level in LEVELS:
+        (found,) = results(second, level, feeds, ["vjp_x"])
+        expected = np.broadcast_to(r.sum((1, 2, 3, 4))[:, None, None, None], (1, 2, 3, 3, 3))
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_a_weight_that_a_model_pads() -> None:
+    """onnxruntime cannot load the model itself, but what is made of it."""
+    convolution = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        g (float[1, 1, 5] x) => (float[1, 1, 4] y)
+        <float[1, 1, 1] w = {2}, int64[6] pads = {0, 0, 0, 0, 0, 1}, float[1] b = {0},
+            int64[2] none = {0, 0}> {
+            padded = Pad (w, pads) same = Identity (padded) bias = Pad (b, none)
+            y = Conv (x, same, bias) }""")
+    x = np.arange(5, dtype=np.float32)[None, None]
+    found, pullback = ortops.Function(convolution).vjp(x, wrt=["w"])
+    np.testing.assert_array_equal(found, 2 * x[..., :4])
+    np.testing.assert_array_equal(pullback(np.ones_like(found))[0].ravel(), [x[..., :4].sum()])
+    trainable = ortops.build_training_model(
+        convolution, loss="MeanSquaredError", optimizer="SGD", trainable=["w"]
+    )
+    session = ortops.TrainingSession(trainable)
+    loss = session.step({"x": x, "targets": np.zeros_like(found)})
+    np.testing.assert_allclose(loss["loss"], np.mean(found**2))

@@ -22,7 +22,7 @@ FLOORS = (
     ("autodiff",),
     ("passes",),
     ("losses", "metrics", "optimizers", "surgery"),
-    ("custom_ops", "transpose_optimizer"),
+    ("custom_ops",),
     ("lowering",),
     ("inference",),
     ("execution",),
@@ -249,7 +249,7 @@ WITHIN = {
         ),
     ),
     "trainable": (
-        *("metadata", "training_mode", "bfloat16", "exact_products", "step_graph", "child_process"),
+        *("metadata", "training_mode", "bfloat16", "step_graph", "child_process"),
         *("initialization", "write_back"),
     ),
     "building": (

@@ -642,6 +642,20 @@ for opset in (7, 9, 10, 11, 12):
         constants={"c": np.array(True)},
     )
 
+for opset in (9, 13, 16):  # onnxruntime's optimizer writes these before they were in the standard
+    old(
+        "LayerNormalization",
+        opset,
+        [n("LayerNormalization", "x g b", "h", epsilon=1e-3), n("Softmax", "h", axis=1)],
+        {"x": r(2, 4), "g": r(4, seed=1), "b": r(4, seed=2)},
+    )
+    old(
+        "SimplifiedLayerNormalization",
+        opset,
+        [n("SimplifiedLayerNormalization", "x g", "h"), n("Softmax", "h", axis=1)],
+        {"x": r(2, 4), "g": r(4, seed=1)},
+    )
+
 
 def model_of(case: Old) -> onnx.ModelProto:
     def described(name: str, array: np.ndarray) -> onnx.ValueInfoProto:

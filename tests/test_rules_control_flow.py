@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from checked import Checked, without_gradient
 from domain_models import model, node, value
@@ -302,3 +303,63 @@ def test_loop_whose_ranks_follow_from_the_outer_graph(symbolic):
     total = helper.make_node("MatMul", ["last", "outs"], ["y"])
     feeds = {"times": np.array(3), **arrays(s=(3, 3), x=(3,))}
     check([AXES, loop, total], feeds, ["s", "x"], symbolic=symbolic)
+
+
+HSTACK = """<ir_version: 10, opset_import: ["": 20]>
+    g (float[m] a, float[n] b) => (float[k] y) <float w = {2}, int64 zero = {0}, int64 one = {1}> {
+        scaled = Mul (a, w)
+        square = Mul (b, b)
+        both = SequenceConstruct (scaled, square)
+        first = SequenceAt (both, zero)
+        shape = Shape (first)
+        rank = Size (shape)
+        is_vector = Equal (rank, one)
+        y = If (is_vector) <
+            then_branch = vectors () => (float[p] u) { u = ConcatFromSequence <axis = 0> (both) },
+            else_branch = matrices () => (float[] v) { v = ConcatFromSequence <axis = 1> (both) }>
+    }"""
+TENSOR_SPLIT = """<ir_version: 10, opset_import: ["": 20]>
+    g (float[n] a) => (float[k] y) <float w = {2}, int64[3] cuts = {0, 1, 3}, int64[1] zero = {0},
+        int64[1] two = {2}, int64 one = {1}, bool[1] yes = {1}, int64 last = {-1}> {
+        empty = SequenceEmpty <dtype = 1> ()
+        parts = Loop (two, yes, empty) <body = split
+            (int64[1] i, bool[1] go, seq(float[?]) before) => (bool[1] on, seq(float[?]) after) {
+                start = Gather <axis = 0> (cuts, i)
+                next = Add (i, one)
+                end = Gather <axis = 0> (cuts, next)
+                part = Slice (a, start, end, zero)
+                after = SequenceInsert (before, part)
+                on = Identity (go)
+            }>
+        second = SequenceAt (parts, last)
+        square = Mul (second, second)
+        y = Mul (square, w)
+    }"""
+
+
+def test_branches_and_bodies_as_torch_script_exports_them() -> None:
+    """A branch that cannot run for this rank, and a number of iterations with an axis."""
+    a, b = np.array([1, -2, 3, 5], np.float32), np.array([4, 0.5], np.float32)
+    seed = np.linspace(1, 2, 6, dtype=np.float32)
+    square = a[1:3] ** 2
+    for text, arrays, y, expected, of_w in (
+        (HSTACK, [a, b], np.r_[2 * a, b * b], [2 * seed[:4], 2 * b * seed[4:]], np.r_[a, 0, 0]),
+        (TENSOR_SPLIT, [a], 2 * square, [np.r_[0, 4 * a[1:3] * seed[:2], 0]], square),
+    ):
+        model = onnx.parser.parse_model(text)
+        function = ortops.Function(model)
+        found, pullback = function.vjp(*arrays, wrt=[*function.inputs, "w"])
+        np.testing.assert_array_equal(found, y)
+        expected = [*expected, seed[: len(y)] @ of_w]
+        for one, other in zip(pullback(seed[: len(y)]), expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+        np.testing.assert_allclose(function.jacobian(*arrays, wrt="w"), of_w, rtol=1e-6)
+        session = ortops.TrainingSession(
+            ortops.build_training_model(
+                model, loss="MeanSquaredError", optimizer="SGD", trainable=["w"]
+            )
+        )
+        feeds = dict(zip(function.inputs, arrays, strict=True))
+        session.step({**feeds, "targets": np.zeros_like(y)})
+        updated = 2 - 0.01 * 2 * np.mean(y * of_w)
+        np.testing.assert_allclose(session.state["w"], updated, rtol=1e-6)

@@ -20,6 +20,7 @@ import pytest
 from checked import by_case, quick, without_gradient
 from domain_models import DOMAIN, model, node, value
 from onnx import helper
+from onnxruntime.capi import onnxruntime_pybind11_state
 from running import optimized, run
 
 import ortops
@@ -523,7 +524,50 @@ def gathered(bits: int, zero: bool) -> Fused:
     )
 
 
+def causal_convolution(x, w, bias=0.0, past=None, *, last=False, silu=False, step=1):
+    """Convolves each channel along the sequence with what came before; returns that as a state."""
+    shape, (channels, _, taps) = x.shape, w.shape
+    reach = (taps - 1) * step
+    if last:
+        x = np.moveaxis(x.reshape(*shape[:2], channels), 1, 2)
+        past = None if past is None else np.moveaxis(past.reshape(len(x), reach, channels), 1, 2)
+    length = x.shape[2]
+    joined = np.concatenate([np.zeros((len(x), channels, reach)) if past is None else past, x], 2)
+    y = sum(w[:, 0, j, None] * joined[:, :, j * step : j * step + length] for j in range(taps))
+    y = y + np.reshape(bias, (-1, 1))
+    y = y * sigmoid(y) if silu else y
+    present = joined[:, :, length:]
+    if last:
+        y, present = (np.moveaxis(a, 1, 2) for a in (y, present))
+        y, present = y.reshape(shape), present.reshape(len(x), reach, *shape[2:])
+    return y, present
+
+
+def causal_cases():
+    for name, inputs, options in (
+        ("plain", [normal(2, 3, 5), normal(3, 1, 4)], {}),
+        ("past", [normal(2, 3, 5), normal(3, 1, 3), normal(3), normal(2, 3, 4)],
+         {"step": 2, "silu": True}),
+        ("short", [normal(2, 3, 1), normal(3, 1, 4), None, normal(2, 3, 3)], {"silu": True}),
+        ("last", [normal(2, 5, 3, 2), normal(6, 1, 2), normal(6), normal(2, 1, 3, 2)],
+         {"last": True}),
+        ("last-new", [normal(2, 5, 6), normal(6, 1, 3)], {"last": True}),
+    ):  # fmt: skip
+        given = {"dilation": options.get("step", 1), "channels_last": int(options.get("last", 0))}
+        given |= {"activation": "silu"} if options.get("silu") else {}
+
+        def function(x, w, bias=None, past=None, options=options):
+            return causal_convolution(x, w, 0.0 if bias is None else bias, past, **options)
+
+        yield Fused("CausalConvWithState", inputs, function, given, 2, name=name, kernel=HAS_CAUSAL)
+
+
 V = normal(6, seed=7)
+HAS_CAUSAL = any(
+    each.name == "CausalConvWithState"
+    for each in onnxruntime_pybind11_state.get_all_operator_schema()
+)
+"""Older versions of onnxruntime have no such operator."""
 X, SKIP = normal(2, 3, 6, seed=8), normal(2, 3, 6, seed=9)
 CASES = [
     Fused("Gelu", [X], gelu, orders=3),
@@ -640,6 +684,10 @@ CASES = [
         outputs=(0, 3),
         name="bias-sum",
     ),
+    *causal_cases(),
+    Fused("Trilu", [normal(2, 4, 3), np.array(1)], np.triu, name="1"),
+    Fused("Trilu", [normal(2, 4, 3), np.array(-1)], np.tril, {"upper": 0}, name="lower"),
+    Fused("Trilu", [normal(3, 4)], np.triu),
     *heads_cases(),
     *group_query_cases(),
     *packed_cases(),
@@ -669,6 +717,8 @@ CASES = quick(
     FusedGemm-HardSigmoid
     FusedConv-LeakyRelu
     FusedConv-sum
+    CausalConvWithState-past
+    Trilu-1
     SkipLayerNormalization-bias-sum-broadcast
     SimplifiedLayerNormalization
     SkipSimplifiedLayerNormalization-bias-sum
@@ -687,7 +737,13 @@ CASES = quick(
 )
 
 
-STATIC = ("Attention", "EmbedLayerNormalization", "GatherBlockQuantized", "MatMulNBits")
+STATIC = (
+    "Attention",
+    "CausalConvWithState",
+    "EmbedLayerNormalization",
+    "GatherBlockQuantized",
+    "MatMulNBits",
+)
 
 
 def forward(case: Fused, *, symbolic: bool):

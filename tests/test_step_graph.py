@@ -661,7 +661,7 @@ def test_an_algorithm_that_reads_what_does_not_exist() -> None:
 def test_an_output_that_nothing_defines() -> None:
     model = descent("initializer")
     model.training_info[0].algorithm.output.add(name="cots")
-    expected = "entry 0: its output 'cots' is not defined; did you mean 'cost'?"
+    expected = "entry 0: output 'cots' is not defined; did you mean 'cost'?"
     with pytest.raises(ModelError, match=re.escape(expected)):
         step_graph(model)
 

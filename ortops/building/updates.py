@@ -49,8 +49,9 @@ def emit_gradients(tape: Tape, loss: Tensor, parameters: Sequence[ir.Value]) -> 
         if value.producer() is None
     }
     graph = tape.graph
+    read -= set(parameters)
     leaves = [*graph.inputs, *graph.initializers.values()]
-    zs = [v for v in dict.fromkeys(leaves) if v in read and v not in set(parameters)]
+    zs = [v for v in dict.fromkeys(leaves) if v in read]
     node = ir.Node(
         TRAINING_DOMAIN,
         "Gradient",

@@ -7,7 +7,7 @@ clipping, belong to the update part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -51,7 +51,7 @@ class Cut:
 
 
 def differentiated(
-    graph: ir.Graph, variables: Container[str], updates: Container[str]
+    graph: ir.Graph, variables: Collection[str], updates: Collection[str]
 ) -> dict[str, list[ir.Value]]:
     """Returns the gradients of each parameter of a step that are not differentiated again.
 
@@ -62,6 +62,7 @@ def differentiated(
         variables: The inputs that are variables.
         updates: The variables that are updated.
     """
+    updated = set(variables) & set(updates)
     nodes = [node for node in graph if is_bound(node)]
     last = {}
     for node in nodes:
@@ -75,7 +76,7 @@ def differentiated(
             if producer is not None and producer.op_type == "Cast" and producer.inputs[0]:
                 value = producer.inputs[0]  # a bfloat16 parameter, which is read in float32
             name = value.name or ""
-            if gradient.name and name in variables and name in updates:
+            if gradient.name and name in updated:
                 found.setdefault(name, []).append(gradient)
     return found
 

@@ -22,6 +22,7 @@ from ortops.graph.edit import (
     ancestor_nodes,
     copy_node,
     remove_unread,
+    remove_unread_inputs,
     unrolled,
 )
 from ortops.graph.tensor import Tape, constant_tensor, op
@@ -166,9 +167,7 @@ def split(
     graph.remove([node for component in components for node in component.nodes], safe=True)
     remove_unread(list(graph))
     removed = {targets[target].name for target in taken}
-    for value in list(graph.inputs):
-        if value.name in removed and not value.uses() and not value.is_graph_output():
-            graph.inputs.remove(value)
+    remove_unread_inputs(graph, removed)
     return groups, {name: output for name, output in updates.items() if name not in removed}
 
 

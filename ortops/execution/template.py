@@ -24,7 +24,7 @@ from ortops.execution.split import Group, split
 from ortops.execution.step import Step
 from ortops.execution.translation import Translation, translate
 from ortops.execution.update import CompiledUpdate, ReplaceableUpdate, Update
-from ortops.graph.edit import prune, remove_defaults
+from ortops.graph.edit import prune, remove_defaults, remove_unread_inputs
 from ortops.graph.folding import fold
 from ortops.graph.tensor import Names
 from ortops.lowering import lower_optimizers, lower_prepared, takes_python_kernel
@@ -225,9 +225,7 @@ class Template:
                 if packed.joined or role.fed:
                     read_by[packed.joined].update(role.names)
         graph, feeds = self.step.model.graph, read_by[False] - read_by[True]
-        for value in list(graph.inputs):
-            if value.name in feeds and not value.uses() and not value.is_graph_output():
-                graph.inputs.remove(value)
+        remove_unread_inputs(graph, feeds)
 
     @property
     def repeatable(self) -> bool:

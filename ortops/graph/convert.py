@@ -256,9 +256,10 @@ def _upgraded(model: ir.Model, target: int) -> ir.Model:
     ):
         model.graph.opset_imports[""] = target
     else:
-        _move_unknown(model, "", _UNKNOWN_DOMAIN)
+        has = functools.cache(onnx.defs.has)
+        _move(model, "", _UNKNOWN_DOMAIN, lambda name: not has(name, opset))
         model = _convert(model, target)
-        _move_unknown(model, _UNKNOWN_DOMAIN, "")
+        _move(model, _UNKNOWN_DOMAIN, "", lambda name: True)
         _keep_old_semantics(model, opset)
     return model
 
@@ -285,15 +286,14 @@ def _signature(schema: onnx.defs.OpSchema) -> object:
     )
 
 
-def _move_unknown(model: ir.Model, domain: str, other: str) -> None:
-    """Moves nodes with operators unknown to onnx to a different domain.
+def _move(model: ir.Model, domain: str, other: str, moves: Callable[[str], bool]) -> None:
+    """Moves nodes with some operators to a different domain.
 
-    onnxruntime defines additional operators in the standard domain, for which the version converter
-    would fail.
+    onnxruntime defines additional operators in the standard domain, and some at older opsets than
+    onnx, such as LayerNormalization, for which the version converter would fail.
     """
-    is_known = functools.cache(onnx.defs.has)
     for node in all_nodes(model.graph):
-        if node.domain == domain and not is_known(node.op_type):
+        if node.domain == domain and moves(node.op_type):
             node.domain = other
             model.graph.opset_imports.setdefault(other, 1)
     if domain:

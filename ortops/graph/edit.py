@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import onnx_ir as ir
@@ -34,6 +34,7 @@ __all__ = [
     "remove_defaults",
     "remove_node",
     "remove_unread",
+    "remove_unread_inputs",
     "replace_value",
     "take_place",
     "unrolled",
@@ -313,8 +314,7 @@ def _copy_graph(graph: ir.Graph, copies: Mapping[ir.Value, ir.Value]) -> ir.Grap
 def remove_node(node: ir.Node) -> None:
     """Removes a node whose outputs are unused."""
     assert isinstance(node.graph, ir.Graph)
-    while node.inputs:  # one by one from the end, which is faster for nodes with many inputs
-        node.resize_inputs(len(node.inputs) - 1)
+    _detach_inputs(node)
     node.graph.remove(node, safe=True)
     _detach_inner_graphs(node)
 
@@ -342,8 +342,20 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
         by_graph[node.graph] = members
     for graph, members in by_graph.items():
         for node in members:
+            _detach_inputs(node)
             _detach_inner_graphs(node)
         graph.remove(members, safe=True)  # in one call, because each scans all outputs of the graph
+
+
+def _detach_inputs(node: ir.Node) -> None:
+    """Disconnects a removed node from what it reads.
+
+    For each input, onnx-ir's own function copies all of them.
+    """
+    for index, value in enumerate(node.inputs):
+        if value is not None:
+            value._remove_usage(node, index)
+    node._inputs = ()
 
 
 def _detach_inner_graphs(node: ir.Node) -> None:
@@ -362,9 +374,18 @@ def prune(graph: ir.Graph) -> None:
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             graph.initializers.pop(name)
-    for value in list(graph.inputs):
-        if not value.uses() and not value.is_graph_output():
-            graph.inputs.remove(value)
+    remove_unread_inputs(graph)
+
+
+def remove_unread_inputs(graph: ir.Graph, names: Container[str | None] | None = None) -> None:
+    """Removes inputs that nothing reads: those with given names, or all."""
+    kept = [
+        value
+        for value in graph.inputs
+        if value.uses() or value.is_graph_output() or not (names is None or value.name in names)
+    ]
+    graph.inputs.clear()
+    graph.inputs.extend(kept)
 
 
 def merge_equal_nodes(graph: ir.Graph) -> None:

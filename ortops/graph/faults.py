@@ -1,32 +1,195 @@
-"""Faults of onnxruntime's optimizer, and how models are written so that they do not matter.
+"""Faults of onnxruntime, and how ortops writes and runs models so that they do not matter.
 
-onnxruntime 1.32 fuses MatMul(Transpose(A), v) into a product that is wrong if v has one axis, in
-float32 and float64, also through a Cast or an Identity. It is right with v · Transpose(Aᵀ), which
-it fuses, too.
+`FAULTS` has for each a model that onnxruntime computes wrongly, or does not load, at one of its
+optimization levels; the functions are the remedies. What rules and passes emit is compared at two
+levels in the tests, which is how most of the faults were found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
 
+import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
 
 from ortops.graph.edit import all_nodes, producer_of
-from ortops.graph.tensor import Names
+from ortops.graph.files.messages import node_graphs, nodes_within
+from ortops.graph.tensor import Names, Tape, Tensor, op
+from ortops.numbers import Array
 
-__all__ = ["avoid_matrix_times_vector", "write_vector_first"]
+__all__ = [
+    "FAULTS",
+    "Fault",
+    "avoid",
+    "disabled_optimizers",
+    "pad_axes",
+    "said",
+    "use_exact_products",
+    "without_integers",
+    "write_vector_first",
+]
+
+logger = logging.getLogger("ortops")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of onnxruntime.
+
+    Attributes:
+        what: What goes wrong.
+        versions: The first and the last version of onnxruntime in which it was seen.
+        remedy: What ortops does, and the function that does it.
+        model: A model with it, in the syntax of `onnx.parser`: its outputs, at two optimization
+            levels, are not all equal, or it does not run at one of them.
+    """
+
+    what: str
+    versions: tuple[str, str]
+    remedy: str
+    model: str
+
+    def is_present(self) -> bool:
+        """Whether the installed onnxruntime has the fault, by running the model."""
+        return _is_present(self.model)
+
+
+FAULTS = {
+    "matrix times vector": Fault(
+        "MatMul(Transpose(A), v) is fused into a wrong product if v has one axis, in float32 and "
+        "float64, also through a Cast or an Identity. MatMul(v, Transpose(A)) is fused rightly.",
+        ("1.21", "1.32"),
+        "`avoid` swaps the factors; `write_vector_first` does so in files that are written",
+        """(float[3, 4] a, float[3] v) => (float[4] y) {
+            t = Transpose <perm = [1, 0]> (a)
+            y = MatMul (t, v)
+        }""",
+    ),
+    "padded weight": Fault(
+        "A Pad of zeros in front of a convolution is merged into its padding even if it pads the "
+        "weight or the bias, also through two Transposes; the model does not load.",
+        ("1.27", "1.32"),
+        "`avoid` puts a Reshape between them",
+        """(float[1, 1, 5] x, float[1, 1, 2] w) => (float[1, 1, 3] y)
+        <int64[6] pads = {0, 0, 0, 0, 0, 1}> {
+            padded = Pad (w, pads)
+            y = Conv (x, padded)
+        }""",
+    ),
+    "pad of axes": Fault(
+        "A Transpose is moved past a Pad as if its pads were for all axes.",
+        ("1.21", "1.32"),
+        "`pad_axes` writes pads for all axes",
+        """(float[2, 3] x) => (float[3, 3] y) <int64[2] pads = {0, 1}, int64[1] axes = {1}> {
+            t = Transpose <perm = [1, 0]> (x)
+            padded = Pad (t, pads, , axes)
+            y = Transpose <perm = [1, 0]> (padded)
+        }""",
+    ),
+    "cubic Resize": Fault(
+        "The optimizer for Transposes removes those around a cubic Resize, whose kernel cannot "
+        "compute with the channels last. Not if the Resize reads a constant, as it does in a "
+        "vision transformer before training.",
+        ("1.21", "1.21"),
+        "`disabled_optimizers`: sessions run without that optimizer",
+        """(float[1, 2, 2, 3] x) => (float[1, 3, 3, 3] y) <int64[4] sizes = {1, 3, 3, 3}> {
+            first = Transpose <perm = [0, 3, 1, 2]> (x)
+            resized = Resize <mode = "cubic"> (first, , , sizes)
+            y = Transpose <perm = [0, 2, 3, 1]> (resized)
+        }""",
+    ),
+    "products of 8 bits": Fault(
+        "With accuracy_level=4, MatMulNBits rounds activations to 8 bits. It computes zeros if the "
+        "weights are constant and the scales are not: if these are trained, or if a Cast of "
+        "float16 scales is inserted and not folded, inside a Scan and below the level ALL. "
+        "DequantizeLinear and MatMul are fused into that node, too.",
+        ("1.21", "1.32"),
+        "`use_exact_products` and `without_integers` leave the rounding out",
+        """(float[1, 32] x, float[1] scales) => (float[1, 1] y, float[1, 1] z)
+        <uint8[1, 1, 16] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}> {
+            y = com.microsoft.MatMulNBits
+                <K = 32, N = 1, bits = 4, block_size = 32, accuracy_level = 4> (x, w, scales)
+            z = com.microsoft.MatMulNBits <K = 32, N = 1, bits = 4, block_size = 32> (x, w, scales)
+        }""",
+    ),
+}
+"""The known faults, by name."""
+
+
+@functools.cache
+def _is_present(text: str) -> bool:
+    import onnxruntime  # only here: this module belongs to a part that runs nothing
+
+    proto = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]> probe {text}"""
+    )
+    rng = np.random.default_rng(0)
+    feeds = {
+        value.name: rng.uniform(
+            0.5, 1, [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        ).astype(np.float32)
+        for value in proto.graph.input
+    }
+    levels = onnxruntime.GraphOptimizationLevel
+    found = []
+    for level in (levels.ORT_DISABLE_ALL, levels.ORT_ENABLE_ALL):
+        options, run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
+        options.log_severity_level = run_options.log_severity_level = 4
+        options.intra_op_num_threads = 1
+        options.graph_optimization_level = level
+        try:
+            session = onnxruntime.InferenceSession(
+                proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+            found += session.run(None, feeds, run_options)
+        except Exception:  # onnxruntime's classes have no common base class
+            return True
+    return not all(np.allclose(found[0], each, rtol=0.1) for each in found)
+
+
+# ---------------------------------------------------------------------------- forms of nodes
 
 _SWAPPED = "ortops.vector_first"
 
+_REMOVABLE = ("Identity", "Transpose")  # two Transposes may cancel each other
 
-def avoid_matrix_times_vector(graph: ir.Graph, names: Names | None = None) -> None:
-    """Replaces products of computed matrices with vectors by products of vectors with matrices.
+
+def avoid(graph: ir.Graph, names: Names | None = None) -> None:
+    """Writes nodes that onnxruntime would compute wrongly in another way.
 
     Args:
         graph: A graph with inferred types, changed in place, with its subgraphs.
         names: The names used in it.
     """
+    names = names or Names(graph)
+    _avoid_matrix_times_vector(graph, names)
+    _avoid_padded_weights(graph, names)
+
+
+def _avoid_padded_weights(graph: ir.Graph, names: Names) -> None:
+    """Separates each Pad from a convolution of which it computes the weight or the bias."""
+    for node in list(all_nodes(graph)):
+        if node.op_type != "Conv" or node.domain:
+            continue
+        for index, value in enumerate(node.inputs):
+            before = producer_of(value, *_REMOVABLE, "Pad")
+            while before is not None and before.op_type in _REMOVABLE:
+                before = producer_of(before.inputs[0], *_REMOVABLE, "Pad")
+            if not index or value is None or before is None:
+                continue
+            tape = Tape(cast(ir.Graph, node.graph), before=node, names=names)
+            same = op.Reshape(tape.tensor(value), [0] * _rank(value) if index == 1 else [-1])
+            node.replace_input_with(index, same.with_shape_of(tape.tensor(value)).value)
+
+
+def _avoid_matrix_times_vector(graph: ir.Graph, names: Names) -> None:
+    """Replaces products of computed matrices with vectors by products of vectors with matrices."""
     for node in list(all_nodes(graph)):
         if node.op_type != "MatMul" or node.domain:
             continue
@@ -41,7 +204,6 @@ def avoid_matrix_times_vector(graph: ir.Graph, names: Names | None = None) -> No
         if before is not None and before.attributes.get_ints("perm", [1, 0]) == perm:
             factor, perm = before.inputs[0], []
         else:
-            names = names or Names(graph)
             name = names.unique(f"{node.name or node.op_type}/Transpose")
             attributes = [ir.AttrInt64s("perm", perm)]
             transpose = ir.Node("", "Transpose", [matrix], attributes, name=name)
@@ -57,7 +219,7 @@ def avoid_matrix_times_vector(graph: ir.Graph, names: Names | None = None) -> No
 
 
 def write_vector_first(proto: onnx.GraphProto, graph: ir.Graph) -> list[str]:
-    """Changes a graph like the one of which `avoid_matrix_times_vector` was called.
+    """Changes a graph like the one of which `avoid` was called.
 
     Args:
         proto: The graph, with the same names; changed in place. Functions stay as they are.
@@ -73,7 +235,7 @@ def write_vector_first(proto: onnx.GraphProto, graph: ir.Graph) -> list[str]:
 def _write(proto: onnx.GraphProto, changed: Mapping[str | None, ir.Node]) -> list[str]:
     added: list[str] = []
     for node in list(proto.node):
-        for inner in _inner(node):
+        for inner in node_graphs(node):
             added += _write(inner, changed)
         if node.op_type != "MatMul" or node.output[0] not in changed:
             continue
@@ -89,12 +251,146 @@ def _write(proto: onnx.GraphProto, changed: Mapping[str | None, ir.Node]) -> lis
     return added
 
 
-def _inner(node: onnx.NodeProto) -> Iterable[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
-
-
 def _rank(value: ir.Value | None) -> int:
     return 0 if value is None or value.shape is None else len(value.shape)
+
+
+def pad_axes(
+    x: Tensor,
+    pads: Sequence[object] | Array | Tensor,
+    value: object = None,
+    axes: Sequence[int] | Array | Tensor | None = None,
+    *,
+    mode: str = "constant",
+) -> Tensor:
+    """Emits a Pad node without the input ``axes`` if the axes are known.
+
+    See `FAULTS`: onnxruntime moves Transposes past it as if its pads were for all axes.
+
+    Args:
+        x: A tensor.
+        pads: The padding before each of the axes, then after each.
+        value: The padding value; 0 by default.
+        axes: The axes; all by default.
+        mode: The operator's mode.
+    """
+    known = axes.constant if isinstance(axes, Tensor) else axes
+    if known is None or x.shape is None:
+        return op.Pad(x, pads, value, axes, mode=mode)
+    places = [int(axis) % x.ndim for axis in known]
+    places += [x.ndim + axis for axis in places]
+    given = pads.constant if isinstance(pads, Tensor) else pads
+    if given is not None:
+        full: list[object] = [0] * (2 * x.ndim)
+        for place, amount in zip(places, given, strict=True):
+            full[place] = amount if isinstance(amount, Tensor) else int(cast(int, amount))
+        return op.Pad(x, full, value, mode=mode)
+    order = [0] * (2 * x.ndim)
+    for number, place in enumerate(places, 1):
+        order[place] = number
+    amounts = op.Gather(op.Concat(np.zeros(1, np.int64), pads, axis=0), order)
+    return op.Pad(x, amounts, value, mode=mode)
+
+
+# ------------------------------------------------------------------- quantized products
+
+_EIGHT_BITS = 4
+
+
+def use_exact_products(graph: ir.Graph) -> None:
+    """Removes ``accuracy_level=4`` where onnxruntime is wrong with it, also in subgraphs.
+
+    Weights with float16 scales are dequantized to float32 and then rounded, which gives the same
+    numbers, and which onnxruntime does not fuse.
+
+    Args:
+        graph: A graph, changed in place.
+    """
+    names = Names(graph)
+    for node in list(all_nodes(graph)):
+        if not node.domain and node.op_type == "DequantizeLinear":
+            _dequantize_to_float32(node, names)
+    without_integers(graph)
+
+
+def without_integers(graph: ir.Graph) -> set[str]:
+    """Removes ``accuracy_level=4`` where onnxruntime is wrong with it, and nothing else.
+
+    Next to an adapter, whose nodes have no float16 kernels on the CPU, onnxruntime puts Casts
+    around products with float16 scales.
+
+    Returns:
+        The outputs of the products.
+    """
+    found = set()
+    for node in all_nodes(graph):
+        is_product = (node.domain, node.op_type) == ("com.microsoft", "MatMulNBits")
+        if is_product and node.attributes.get_int("accuracy_level", 0) == _EIGHT_BITS:
+            scales = node.inputs[2]
+            if scales is None or scales.dtype != ir.DataType.FLOAT or not _is_constant(scales):
+                del node.attributes["accuracy_level"]
+                found.add(node.outputs[0].name or "")
+    return found
+
+
+def _dequantize_to_float32(node: ir.Node, names: Names) -> None:
+    """Dequantizes a constant weight to float32, and casts the result to float16."""
+    weight, scales = node.inputs[:2]
+    old = node.outputs[0]
+    if weight is None or scales is None or not _is_constant(weight) or old.is_graph_output():
+        return
+    if scales.dtype != ir.DataType.FLOAT16 or "output_dtype" in node.attributes:
+        return
+    wide, narrow = (
+        ir.Node("", "Cast", [value], [ir.AttrInt64("to", kind.value)], name=names.unique("Cast"))
+        for value, kind in ((scales, ir.DataType.FLOAT), (old, ir.DataType.FLOAT16))
+    )
+    new = narrow.outputs[0]
+    new.type, new.shape = old.type, old.shape
+    old.replace_all_uses_with(new)
+    narrow.replace_input_with(0, old)
+    old.type = wide.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    wide.outputs[0].shape = scales.shape
+    for made in (wide, narrow):
+        made.outputs[0].name = names.unique(f"{made.name}_output")
+    node.replace_input_with(1, wide.outputs[0])
+    assert isinstance(node.graph, ir.Graph)
+    node.graph.insert_before(node, [wide])
+    node.graph.insert_after(node, [narrow])
+
+
+def _is_constant(value: ir.Value) -> bool:
+    return not value.is_graph_input() and ir.convenience.get_const_tensor(value) is not None
+
+
+# ------------------------------------------------------------------- optimizers of sessions
+
+_OPTIMIZER = "TransposeOptimizer_CPUExecutionProvider"
+
+
+def disabled_optimizers(model: onnx.ModelProto) -> list[str]:
+    """Returns the optimizers of onnxruntime that must not run on a model, and logs them once."""
+    sentences = said(model)
+    for sentence in sentences:
+        _say(sentence)
+    return [_OPTIMIZER] if sentences else []
+
+
+def said(model: onnx.ModelProto) -> list[str]:
+    """Returns what is said about a model: a sentence for each optimizer that is left out."""
+    cubic = any(
+        node.op_type == "Resize" and any(each.s == b"cubic" for each in node.attribute)
+        for node in nodes_within(model)
+    )
+    if not cubic or not FAULTS["cubic Resize"].is_present():
+        return []
+    import onnxruntime
+
+    version = onnxruntime.__version__
+    why = f"because the one of version {version} breaks a cubic Resize"
+    return [f"sessions run without onnxruntime's optimizer for Transposes, {why}"]
+
+
+@functools.cache
+def _say(sentence: str) -> None:
+    logger.warning(sentence)

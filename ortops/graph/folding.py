@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import attribute_values, remove_unread
+from ortops.graph.edit import all_nodes, attribute_values, remove_unread
 from ortops.graph.files.serialization import BOUND_DOMAIN
 from ortops.graph.tensor import Names, Tape, constant_tensor
 from ortops.numbers import Array
@@ -34,13 +34,17 @@ def fold(graph: ir.Graph) -> bool:
     Returns:
         Whether the graph has changed.
     """
-    known: dict[ir.Value, Array] = {}
-    folded: dict[ir.Node, None] = {}
+    # What a Gradient node names is a variable, also for the nodes that read it.
+    bound = (node for node in all_nodes(graph) if node.domain == BOUND_DOMAIN)
+    known: dict[ir.Value, Array | None] = {
+        value: None for node in bound for value in node.inputs if value is not None
+    }
+    folded: dict[ir.Node, Array] = {}
     for node in graph:
         if node.domain or len(node.outputs) != 1:
             continue
         (value,) = node.outputs
-        if _is_named(value):  # a variable, also for the nodes that read it
+        if value in known:
             continue
         try:
             result = _evaluate(node, known)
@@ -50,21 +54,21 @@ def fold(graph: ir.Graph) -> bool:
             continue
         known[value] = result
         if _is_whole(result) and not value.is_graph_output():
-            folded[node] = None
+            folded[node] = result
     tape = Tape(graph, names=Names(graph)) if folded else None
-    for node in folded:
+    for node, result in folded.items():
         (value,) = node.outputs
         if tape is not None and any(user not in folded for user, _ in value.uses()):
             tape.before = node
-            dtype = known[value].dtype if value.dtype is None else value.dtype.numpy()
-            constant = tape.constant(known[value].astype(dtype))
+            dtype = result.dtype if value.dtype is None else value.dtype.numpy()
+            constant = tape.constant(result.astype(dtype))
             value.replace_all_uses_with(constant.value)
     sources = {v.producer() for node in folded for v in node.inputs if v is not None}
     remove_unread([node for node in graph if node in folded or node in sources])
     return bool(folded)
 
 
-def _evaluate(node: ir.Node, known: Mapping[ir.Value, Array]) -> Array | None:
+def _evaluate(node: ir.Node, known: Mapping[ir.Value, Array | None]) -> Array | None:
     """Returns the output of a node, or None if it is unknown; unknown sizes are None elements."""
     if node.op_type == "Shape":
         return _sizes(node)
@@ -96,21 +100,16 @@ def _sizes(node: ir.Node) -> Array | None:
     return np.array(sizes, np.int64 if None not in sizes else object)
 
 
-def _constant(value: ir.Value, known: Mapping[ir.Value, Array]) -> Array | None:
+def _constant(value: ir.Value, known: Mapping[ir.Value, Array | None]) -> Array | None:
     if value in known:
         return known[value]
-    tensor = None if _is_named(value) else constant_tensor(value)
+    tensor = constant_tensor(value)
     if tensor is None or tensor.size > _MOST:
         return None
     array = tensor.numpy()
     if array.dtype.kind not in "biuf" or array.dtype.type.__module__ != "numpy":
         return None
     return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
-def _is_named(value: ir.Value) -> bool:
-    """Whether a Gradient node names a tensor."""
-    return any(user.domain == BOUND_DOMAIN for user, _ in value.uses())
 
 
 def _is_whole(array: Array) -> bool:

@@ -18,7 +18,6 @@ from ortops.graph.files.external import external_to_inputs, move_aside
 from ortops.graph.files.serialization import is_map
 from ortops.graph.pooling import is_miscounted, without_ceil_mode
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
-from ortops.numbers import Array
 
 __all__ = [
     "expand_like",
@@ -27,7 +26,6 @@ __all__ = [
     "is_unknown",
     "map_sequences",
     "may_be_equal",
-    "pad_axes",
     "reshape_like",
     "size_of",
     "sum_along",
@@ -112,43 +110,6 @@ def expand_like(x: Tensor, like: Tensor) -> Tensor:
     if _same_shape(x, like):
         return x
     return op.Expand(x, shape_of(like)).with_shape_of(like)
-
-
-def pad_axes(
-    x: Tensor,
-    pads: Sequence[object] | Array | Tensor,
-    value: object = None,
-    axes: Sequence[int] | Array | Tensor | None = None,
-    *,
-    mode: str = "constant",
-) -> Tensor:
-    """Emits a Pad node without the input ``axes`` if the axes are known.
-
-    onnxruntime 1.31 moves transposes past a Pad as if its pads were for all axes.
-
-    Args:
-        x: A tensor.
-        pads: The padding before each of the axes, then after each.
-        value: The padding value; 0 by default.
-        axes: The axes; all by default.
-        mode: The operator's mode.
-    """
-    known = axes.constant if isinstance(axes, Tensor) else axes
-    if known is None or x.shape is None:
-        return op.Pad(x, pads, value, axes, mode=mode)
-    places = [int(axis) % x.ndim for axis in known]
-    places += [x.ndim + axis for axis in places]
-    given = pads.constant if isinstance(pads, Tensor) else pads
-    if given is not None:
-        full: list[object] = [0] * (2 * x.ndim)
-        for place, amount in zip(places, given, strict=True):
-            full[place] = amount if isinstance(amount, Tensor) else int(cast(int, amount))
-        return op.Pad(x, full, value, mode=mode)
-    order = [0] * (2 * x.ndim)
-    for number, place in enumerate(places, 1):
-        order[place] = number
-    amounts = op.Gather(op.Concat(np.zeros(1, np.int64), pads, axis=0), order)
-    return op.Pad(x, amounts, value, mode=mode)
 
 
 def map_sequences(function: Callable[..., Tensor], *sequences: Tensor) -> Tensor:
@@ -292,6 +253,12 @@ def infer_shapes(model: ir.Model) -> None:
             node.attributes.pop("to", None)
     _remove_element_symbols(model.graph)
     _infer_rest(model.graph, Tape(model.graph, names=Names()))
+    # With ranks of elements, onnxruntime refuses branches that read a sequence and cannot run for
+    # its rank; it accepts them in files without.
+    for node in all_nodes(model.graph):
+        for value in node.outputs:
+            if isinstance(value.type, ir.SequenceType) and not value.is_graph_output():
+                value.shape = None
 
 
 def _encoded_type(node: ir.Node) -> ir.DataType | None:

@@ -18,6 +18,7 @@ from ortops.graph import convert
 from ortops.graph.adapters import METADATA_KEY, Adapter, Module, adapter_of, scaling
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import describe, take_place
+from ortops.graph.faults import without_integers
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.serialization import to_proto
@@ -266,7 +267,7 @@ def read_base(model: ModelLike | LightModel) -> Base:
     light = model if isinstance(model, LightModel) else external.detach(proto, folder)
     whole = model if isinstance(model, LightModel) else proto
     work = convert.to_ir(whole, folder)
-    if changed := _without_integers(work):
+    if changed := without_integers(work.graph):
         logger.warning(
             "%d MatMulNBits nodes with float16 scales lose accuracy_level=4, as stock onnxruntime "
             "computes them wrongly next to an adapter below its highest optimization level",
@@ -279,27 +280,6 @@ def read_base(model: ModelLike | LightModel) -> Base:
                 del node.attribute[:]
                 node.attribute.extend(kept)
     return Base(work, fingerprint(light))
-
-
-def _without_integers(work: ir.Model) -> set[str]:
-    """Lets products with float16 scales be computed without 8-bit integers, in place.
-
-    The nodes of an adapter have no float16 kernels on the CPU. onnxruntime puts Casts around them,
-    and around the product between them, whose scales are then computed in each run. With
-    accuracy_level=4, it computes such products wrongly.
-
-    Returns:
-        The outputs of the products.
-    """
-    found = set()
-    for node in work.graph:
-        if (node.domain, node.op_type) == ("com.microsoft", "MatMulNBits"):
-            scales = node.inputs[2]
-            narrow = scales is not None and scales.dtype == ir.DataType.FLOAT16
-            if narrow and node.attributes.get_int("accuracy_level", 0) == 4:
-                del node.attributes["accuracy_level"]
-                found.add(node.outputs[0].name or "")
-    return found
 
 
 def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> ir.Model:

@@ -20,7 +20,8 @@ from ortops.autodiff.gradient_node import Bound, bound_nodes
 from ortops.autodiff.registry import Cotangents, Rules, Table
 from ortops.autodiff.rules.recurrent import scan
 from ortops.graph.edit import copy_node, remove_unread, replace_value
-from ortops.graph.shapes import pad_axes, size_of
+from ortops.graph.faults import pad_axes
+from ortops.graph.shapes import size_of
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.passes.draft import ONNXRUNTIME, Draft, Pass
 

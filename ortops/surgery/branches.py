@@ -166,7 +166,7 @@ def _constant(work: ir.Model, value: ir.Value | None) -> Array | None:
     leaves = {read for node in nodes for read in read_inputs(node)} - made
     if any(leaf.const_value is None for leaf in leaves) or value.dtype not in (None, _BOOL):
         return None
-    order = [node for node in work.graph if node in set(nodes)]
+    order = [node for node in work.graph if node in nodes]
     body = onnx.GraphProto(name="condition")
     body.node.extend(ir.to_proto(node) for node in order)
     for leaf in leaves:

@@ -38,8 +38,9 @@ logger = logging.getLogger("ortops")
 _FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 _LIKE_INPUTS = (
-    *("BiasGelu", "BiasSplitGelu", "FastGelu", "FusedConv", "FusedGemm", "FusedMatMul", "Gelu"),
-    *("QuickGelu", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"),
+    *("BiasGelu", "BiasSplitGelu", "CausalConvWithState", "FastGelu", "FusedConv", "FusedGemm"),
+    *("FusedMatMul", "Gelu", "QuickGelu", "SkipLayerNormalization", "Trilu"),
+    "SkipSimplifiedLayerNormalization",
 )
 """onnxruntime's operators whose output has the rank of an input; onnx cannot infer their shapes."""
 

@@ -43,6 +43,7 @@ from ortops.graph.edit import (
     remove_defaults,
     remove_unread,
 )
+from ortops.graph.faults import use_exact_products
 from ortops.graph.files.external import LightModel, detach
 from ortops.graph.files.messages import describe_node
 from ortops.graph.files.serialization import BOUND_DOMAIN, name_tensors, to_proto
@@ -61,7 +62,6 @@ from ortops.lowering import (
 from ortops.optimizers import OPERATORS
 from ortops.passes.rounding import ROUNDING
 from ortops.trainable.bfloat16 import compute_in_float32
-from ortops.trainable.exact_products import use_exact_products
 from ortops.trainable.metadata import (
     METADATA_KEY,
     LossPart,
@@ -433,9 +433,9 @@ def _kind(value: ir.Value) -> tuple[str, int | None] | None:
 
 def _make_inputs(graph: ir.Graph, variables: Sequence[str]) -> None:
     """Makes initializers inputs with default values."""
-    for name in variables:
-        if graph.initializers[name] not in graph.inputs:
-            graph.inputs.append(graph.initializers[name])
+    listed = set(graph.inputs)
+    values = dict.fromkeys(graph.initializers[name] for name in variables)
+    graph.inputs.extend(value for value in values if value not in listed)
 
 
 def check_bindings(proto: onnx.ModelProto, entry: int) -> dict[str, str]:
@@ -492,33 +492,15 @@ def _check_updates(graph: ir.Graph, updates: Mapping[str, str], entry: int) -> N
 
 
 def _check_algorithm(proto: onnx.ModelProto, entry: int) -> None:
-    """Checks names and operators, because onnx.checker does not look at training_info."""
-    graph, algorithm = proto.graph, proto.training_info[entry].algorithm
+    """Checks operators, because onnx.checker does not look at training_info."""
     where = f"training_info entry {entry}"
-    known = {name for node in (*graph.node, *algorithm.node) for name in node.output}
-    for part in (graph, algorithm):
-        known.update(value.name for value in (*part.input, *part.initializer))
-        known.update(tensor.values.name for tensor in part.sparse_initializer)
     opset = max((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), default=0)
-    for value in algorithm.output:
-        if value.name not in known:
-            raise ModelError(
-                f"{where}: its output '{value.name}' is not defined; "
-                + did_you_mean(value.name, sorted(known))
-            )
     has_operator = functools.cache(onnx.defs.has)
-    for node in algorithm.node:
-        name = describe_node(node)
-        for read in node.input:
-            if read and read not in known:
-                raise ModelError(
-                    f"{where}: {name} reads '{read}', which is not defined; "
-                    + did_you_mean(read, sorted(known - set(node.output)))
-                )
+    for node in proto.training_info[entry].algorithm.node:
         if not node.domain and opset and not has_operator(node.op_type, opset):
             raise ModelError(
-                f"{where}: {name}: opset {opset} has no such operator; correct its name, or "
-                "import a newer opset"
+                f"{where}: {describe_node(node)}: opset {opset} has no such operator; correct its "
+                "name, or import a newer opset"
             )
 
 

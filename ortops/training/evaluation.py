@@ -17,6 +17,7 @@ from ortops.errors import ArgumentError, did_you_mean
 from ortops.execution.memory import Memory
 from ortops.execution.onnxruntime_sessions import run_session
 from ortops.execution.providers import CPU
+from ortops.graph.faults import disabled_optimizers
 from ortops.graph.files import external
 from ortops.graph.row_axes import Pieces
 from ortops.inference import InferenceSession
@@ -32,7 +33,6 @@ from ortops.training.loaded_model import LoadedModel, reads
 from ortops.training.sample_weights import ClassWeight, SampleWeight, Weighed, weigh
 from ortops.training.samples import Collate
 from ortops.training.training_metrics import Measured, TrainingMetrics, add_batch
-from ortops.transpose_optimizer import disabled_optimizers
 from ortops.uninterrupted import run_uninterrupted
 
 __all__ = ["Evaluator"]

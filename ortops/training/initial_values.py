@@ -123,7 +123,8 @@ def copy_to_memory(
     tensors = list(initializers(light, initialization=False))
     lent = [tensor for tensor in tensors if tensor.name in anew]
     bound = {binding.key for info in light.training_info for binding in info.update_binding}
-    given = [tensor for tensor in tensors if tensor.name in bound - anew]
+    bound -= anew
+    given = [tensor for tensor in tensors if tensor.name in bound]
     return LightModel(light, external.copy_to_memory(data, lent, given)), entries
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.autodiff.rules._precision import wide_dtype
-from ortops.graph.shapes import pad_axes, reshape_like
+from ortops.graph.faults import pad_axes
+from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tensor, op
 from ortops.numbers import Array
 

@@ -20,7 +20,8 @@ from ortops.autodiff.rules._precision import wide_dtype
 from ortops.autodiff.rules.recurrent import inside, scan
 from ortops.autodiff.rules.table import definition
 from ortops.errors import UnsupportedError
-from ortops.graph.shapes import index_range, pad_axes, size_of, unbroadcast
+from ortops.graph.faults import pad_axes
+from ortops.graph.shapes import index_range, size_of, unbroadcast
 from ortops.graph.tensor import Tensor, op, zeros_like
 
 MICROSOFT = "com.microsoft"

@@ -43,7 +43,13 @@ def if_(at: Site) -> Cotangents:
 
 
 def _seed_of_branch(tape: Tape, part: Tensor, output: ir.Value) -> Tensor:
-    """Returns a copy of a cotangent for one branch, because the branches' shapes may differ."""
+    """Returns a copy of a cotangent for one branch, because the branches' shapes may differ.
+
+    A branch that is never chosen may be one that cannot run for the rank of the other one's result,
+    so onnxruntime must not find that rank in it.
+    """
+    if output.shape is None and part.shape is not None:
+        return op.Reshape(tape.tensor(part.value), op.Shape(tape.tensor(output)), allowzero=1)
     seed = op.Identity(tape.tensor(part.value))
     if seed.shape is None or any(not isinstance(dim, int) for dim in seed.shape):
         seed = seed.with_shape_of(tape.tensor(output))
@@ -69,7 +75,7 @@ def loop(at: Site) -> Cotangents:
     original = copy_node(node, {})
     numbers, *befores = _keep(tape, node, body, [body.inputs[0], *kept])
     before_of = dict(zip(kept, befores, strict=True))
-    count = op.Squeeze(op.Shape(tape.tensor(numbers)), [0])
+    count = op.Squeeze(op.Shape(tape.tensor(numbers), start=0, end=1), [0])
     with tape.subgraph(f"{body.name}_gradient") as inner:
         step = inner.input(f"{inner.scope}iteration", np.int64, [])
         condition = inner.input(f"{inner.scope}condition", np.bool_, [])
@@ -81,7 +87,10 @@ def loop(at: Site) -> Cotangents:
             return _typed(op.Gather(inner.tensor(sequence), number, axis=0), like)
 
         replayed = _states_at(inner, original, number, len(starts))
-        inputs = [number, inner.constant(np.array(True))]
+        inputs = [
+            _of_declared_rank(number, body.inputs[0]),
+            _of_declared_rank(inner.constant(np.array(True)), body.inputs[1]),
+        ]
         inputs += [
             at_number(before_of[inside], inside) if inside in before_of else inner.tensor(again)
             for inside, again in zip(body.inputs[2:], replayed, strict=True)
@@ -100,6 +109,11 @@ def loop(at: Site) -> Cotangents:
     initial = _initial(tape, node, g, states, captured)
     attributes = [ir.AttrGraph("body", inner.graph)]
     return _emit(tape, "Loop", [count.value, None, *_values(initial)], attributes, likes)
+
+
+def _of_declared_rank(number: Tensor, declared: ir.Value) -> Tensor:
+    """Returns a number as onnxruntime gives it to a body: with one axis if that declares one."""
+    return op.Reshape(number, [1]) if declared.shape is not None and len(declared.shape) else number
 
 
 def _refuse_optionals(at: Site, body: ir.Graph) -> None:

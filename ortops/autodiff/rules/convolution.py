@@ -19,7 +19,8 @@ import onnx_ir as ir
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules.table import vjp
 from ortops.graph.edit import attribute_values
-from ortops.graph.shapes import pad_axes, reshape_like, size_of, sum_along
+from ortops.graph.faults import pad_axes
+from ortops.graph.shapes import reshape_like, size_of, sum_along
 from ortops.graph.tensor import Dim, Tensor, op
 
 MAX_COLUMN_TAPS = 25

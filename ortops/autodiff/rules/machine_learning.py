@@ -16,7 +16,7 @@ from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules.table import definition, refuses, zero
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.edit import is_float
-from ortops.graph.shapes import pad_axes
+from ortops.graph.faults import pad_axes
 from ortops.graph.tensor import Tensor, op
 
 ML = "ai.onnx.ml"

@@ -17,7 +17,8 @@ from ortops.autodiff.rules.convolution import ConvAttributes
 from ortops.autodiff.rules.table import definition
 from ortops.errors import UnsupportedError
 from ortops.graph.edit import is_float
-from ortops.graph.shapes import pad_axes, size_of
+from ortops.graph.faults import pad_axes
+from ortops.graph.shapes import size_of
 from ortops.graph.tensor import Tensor, op
 
 MICROSOFT = "com.microsoft"
@@ -164,6 +165,58 @@ def fused_conv(
 
 
 # Normalizations
+
+
+@definition("Trilu", domain=MICROSOFT)
+def trilu(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Cotangents:
+    return op.Trilu(x, k, upper=upper)
+
+
+@definition(
+    "CausalConvWithState",
+    domain=MICROSOFT,
+    limits="what the CPU provider supports: ndim=1, and no attributes of states or of channels",
+)
+def causal_conv_with_state(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    past: Tensor | None = None,
+    *,
+    activation: str = "none",
+    channels_last: int = 0,
+    dilation: int = 1,
+    ndim: int = 1,
+) -> Cotangents:
+    if ndim != 1:
+        raise UnsupportedError(f"ndim={ndim} is not supported; use ndim=1")
+    sizes = [size for size in w.shape or () if isinstance(size, int)]
+    if len(sizes) != 3:
+        raise UnsupportedError(f"no gradient for a weight of unknown shape, got {w.shape}")
+    channels, reach = sizes[0], (sizes[2] - 1) * dilation
+    if past is None:
+        zero = op.CastLike(0.0, x)
+        before = op.Expand(zero, op.Concat(op.Shape(x, start=0, end=1), [channels, reach], axis=0))
+    else:
+        before = _channels_second(past, channels) if channels_last else past
+    inside = _channels_second(x, channels) if channels_last else x
+    joined = op.Concat(before, inside, axis=2)
+    y = op.Conv(joined, w, bias, group=channels, dilations=[dilation])
+    if activation in ("silu", "swish"):
+        y = y * op.Sigmoid(y)
+    present = op.Slice(joined, op.Shape(inside, start=2, end=3), [np.iinfo(np.int64).max], [2])
+    if channels_last:
+        y = op.Reshape(op.Transpose(y, perm=[0, 2, 1]), op.Shape(x))
+        present = op.Reshape(
+            op.Transpose(present, perm=[0, 2, 1]),
+            op.Concat([0, reach], op.Shape(x, start=2), axis=0),
+        )
+    return y, present
+
+
+def _channels_second(x: Tensor, channels: int) -> Tensor:
+    """Moves channels, which may be several axes, in front of the sequence."""
+    return op.Transpose(op.Reshape(x, [0, 0, channels]), perm=[0, 2, 1])
 
 
 @definition("SkipLayerNormalization", domain=MICROSOFT)

@@ -10,7 +10,8 @@ import numpy as np
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules._precision import wide_dtype
 from ortops.autodiff.rules.table import vjp
-from ortops.graph.shapes import expand_like, pad_axes, reshape_like, size_of, unbroadcast
+from ortops.graph.faults import pad_axes
+from ortops.graph.shapes import expand_like, reshape_like, size_of, unbroadcast
 from ortops.graph.tensor import Tensor, op
 
 Optionals = tuple[Tensor | None, ...]

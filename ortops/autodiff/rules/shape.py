@@ -10,7 +10,8 @@ import numpy as np
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules._copies import add_at, pad_zeros, positions
 from ortops.autodiff.rules.table import vjp
-from ortops.graph.shapes import pad_axes, reshape_like, size_of, unbroadcast
+from ortops.graph.faults import pad_axes
+from ortops.graph.shapes import reshape_like, size_of, unbroadcast
 from ortops.graph.tensor import Tensor, op, shape_of, zeros_like
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "is_light",
     "location_of",
     "node_graphs",
+    "nodes_within",
     "operators_of_domain",
     "size_of",
     "without_big_data",
@@ -124,15 +125,20 @@ def operators_of_domain(proto: onnx.ModelProto) -> list[str]:
 
 
 def _operators_of_domain(proto: onnx.ModelProto) -> Iterator[str]:
-    def in_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    return (node.op_type for node in nodes_within(proto) if node.domain in DOMAINS)
+
+
+def nodes_within(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Yields the nodes of a model, of its functions and of the subgraphs of all these."""
+
+    def with_inner(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
         for node in nodes:
-            if node.domain in DOMAINS:
-                yield node.op_type
+            yield node
             for graph in node_graphs(node):
-                yield from in_nodes(graph.node)
+                yield from with_inner(graph.node)
 
     for body in (proto.graph, *proto.functions):
-        yield from in_nodes(body.node)
+        yield from with_inner(body.node)
 
 
 def attribute_graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx
 
-from ortops.errors import ModelError
+from ortops.errors import ModelError, did_you_mean
 from ortops.graph.files.messages import (
     ITEM_SIZES,
     attribute_graphs,
@@ -38,8 +40,9 @@ _TYPED_DATA: dict[int, tuple[str, int]] = {
 def validate(proto: onnx.ModelProto, folder: Path | None = None) -> None:
     """Rejects a well-formed message that cannot be processed as a model.
 
-    Checked are the encoding of names, the nesting depth of graphs, the size of tensor data, and the
-    location of external data. The semantics of nodes are not checked.
+    Checked are the encoding of names, the nesting depth of graphs, the size of tensor data, the
+    location of external data, whether there are the tensors that are read, and the types of inputs.
+    The semantics of nodes are not checked.
 
     Args:
         proto: The model.
@@ -54,22 +57,60 @@ def validate(proto: onnx.ModelProto, folder: Path | None = None) -> None:
         _check_text("metadata_props", (entry.key, entry.value))
     for opset in proto.opset_import:
         _check_text("opset_import", (opset.domain,))
-    _check_graph(proto.graph, folder, 1)
-    for info in proto.training_info:
-        _check_graph(info.algorithm, folder, 1)
-        _check_graph(info.initialization, folder, 1)
+    main = _check_graph(proto.graph, folder, 1)
+    for value in proto.graph.input:
+        _check_type(value.type, f"input '{value.name}'", required=True)
+    for entry, info in enumerate(proto.training_info):
+        scope = main._replace(place=f"training_info entry {entry}: ")
+        _check_graph(info.algorithm, folder, 1, scope)
+        _check_graph(info.initialization, folder, 1, scope)
         for binding in (*info.update_binding, *info.initialization_binding):
             _check_text("training_info binding", (binding.key, binding.value))
     for function in proto.functions:
-        where = f"function '{function.name!r}'"
+        where = f"function {function.name!r}"
         _check_text(where, (function.domain, function.name, function.overload))
         _check_text(where, (*function.input, *function.output, *function.attribute))
+        declared = {*function.attribute, *(each.name for each in function.attribute_proto)}
+        scope = _Scope((_computed(function.node) | {*function.input},), declared)
         for default in function.attribute_proto:
-            _check_attribute(default, where, folder, 1)
-        _check_nodes(function.node, folder, 1)
+            _check_attribute(default, where, folder, 1, scope)
+        _check_nodes(function.node, folder, 1, scope)
+        _check_known(function.output, scope, f"{where}: output '", "'")
 
 
-def _check_graph(graph: onnx.GraphProto, folder: Path | None, depth: int) -> None:
+class _Scope(NamedTuple):
+    """What nodes may read.
+
+    Attributes:
+        tensors: Tensors of the graph, in any order of the nodes, and of those around it.
+        attributes: Attributes of the function that the nodes are in; None outside functions.
+        place: What messages begin with.
+    """
+
+    tensors: tuple[AbstractSet[str], ...] = ()
+    attributes: AbstractSet[str] | None = None
+    place: str = ""
+
+
+_NOTHING = _Scope()
+
+
+def _computed(nodes: Iterable[onnx.NodeProto]) -> set[str]:
+    return {name for node in nodes for name in node.output}
+
+
+def _check_known(names: Iterable[str], scope: _Scope, before: str, after: str) -> None:
+    for name in names:
+        if name and not any(name in tensors for tensors in scope.tensors):
+            raise ModelError(
+                f"{scope.place}{before}{name}{after} is not defined; "
+                + did_you_mean(name, sorted(set().union(*scope.tensors)))
+            )
+
+
+def _check_graph(
+    graph: onnx.GraphProto, folder: Path | None, depth: int, outer: _Scope = _NOTHING
+) -> _Scope:
     if depth > LIMITS.nested_graphs:
         raise ModelError(
             f"graph '{graph.name}': nesting depth {depth} exceeds the limit of "
@@ -85,17 +126,26 @@ def _check_graph(graph: onnx.GraphProto, folder: Path | None, depth: int) -> Non
     for sparse in graph.sparse_initializer:
         _check_tensor(sparse.values, folder)
         _check_tensor(sparse.indices, folder)
-    _check_nodes(graph.node, folder, depth)
+    own = _computed(graph.node)
+    own.update(each.name for each in (*graph.input, *graph.initializer))
+    own.update(each.values.name for each in graph.sparse_initializer)
+    scope = outer._replace(tensors=(own, *outer.tensors))
+    _check_nodes(graph.node, folder, depth, scope)
+    _check_known((value.name for value in graph.output), scope, "output '", "'")
+    return scope
 
 
-def _check_nodes(nodes: Iterable[onnx.NodeProto], folder: Path | None, depth: int) -> None:
+def _check_nodes(
+    nodes: Iterable[onnx.NodeProto], folder: Path | None, depth: int, scope: _Scope
+) -> None:
     for node in nodes:
         where = describe_node(node)
         _check_text(where, (node.op_type, node.domain, node.name, node.overload, node.doc_string))
         _check_text(where, (*node.input, *node.output))
+        _check_known(node.input, scope, f"{where} reads '", "', which")
         seen: set[str] = set()
         for attribute in node.attribute:
-            _check_attribute(attribute, where, folder, depth)
+            _check_attribute(attribute, where, folder, depth, scope)
             if attribute.name in seen:
                 raise ModelError(
                     f"{where}: attribute '{attribute.name}' occurs twice; remove one of them"
@@ -104,9 +154,16 @@ def _check_nodes(nodes: Iterable[onnx.NodeProto], folder: Path | None, depth: in
 
 
 def _check_attribute(
-    attribute: onnx.AttributeProto, where: str, folder: Path | None, depth: int
+    attribute: onnx.AttributeProto, where: str, folder: Path | None, depth: int, scope: _Scope
 ) -> None:
-    _check_text(where, (attribute.name, attribute.ref_attr_name))
+    reference = attribute.ref_attr_name
+    _check_text(where, (attribute.name, reference))
+    if reference and reference not in (scope.attributes or ()):
+        at = "outside a function" if scope.attributes is None else "in a function without it"
+        raise ModelError(
+            f"{where}: attribute '{attribute.name}' refers to the attribute '{reference}' {at}; "
+            "write its value"
+        )
     if attribute.type == onnx.AttributeProto.STRING:
         _check_text(where, _decoded((attribute.s,)))
     elif attribute.type == onnx.AttributeProto.STRINGS:
@@ -115,10 +172,10 @@ def _check_attribute(
     for tensor in tensors:
         _check_tensor(tensor, folder)
     for graph in attribute_graphs(attribute):
-        _check_graph(graph, folder, depth + 1)
+        _check_graph(graph, folder, depth + 1, scope)
 
 
-def _check_type(kind: onnx.TypeProto, where: str) -> None:
+def _check_type(kind: onnx.TypeProto, where: str, *, required: bool = False) -> None:
     """Rejects deeply nested types, which protobuf accepts up to a depth of 100."""
     for _ in range(LIMITS.nested_graphs):
         match kind.WhichOneof("value"):
@@ -128,12 +185,18 @@ def _check_type(kind: onnx.TypeProto, where: str) -> None:
                 kind = kind.optional_type.elem_type
             case "map_type":
                 kind = kind.map_type.value_type
-            case _:
+            case found:
+                if required and (found is None or _is_undefined(getattr(kind, found))):
+                    raise ModelError(f"{where}: it has no type; declare one, such as FLOAT[batch]")
                 return
     raise ModelError(
         f"{where}: the nesting depth of its type must be less than {LIMITS.nested_graphs} "
         "(ortops.graph.limits.LIMITS.nested_graphs)"
     )
+
+
+def _is_undefined(kind: object) -> bool:
+    return getattr(kind, "elem_type", None) == onnx.TensorProto.UNDEFINED
 
 
 def _decoded(texts: Iterable[bytes]) -> Iterator[str | bytes]:

@@ -13,17 +13,17 @@ import onnx
 import pytest
 
 import ortops
-from ortops import transpose_optimizer
 from ortops.check import check
+from ortops.graph import faults
 
 
 @pytest.fixture(params=[None, True], ids=["this version", "with the fault"])
 def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Tests with this version of onnxruntime as it is, and as if it had the fault."""
     if request.param:
-        monkeypatch.setattr(transpose_optimizer, "_has_fault", lambda: True)
-    transpose_optimizer._say.cache_clear()
-    return transpose_optimizer._has_fault()
+        monkeypatch.setattr(faults, "_is_present", lambda text: True)
+    faults._say.cache_clear()
+    return faults.FAULTS["cubic Resize"].is_present()
 
 
 def model_of(mode: str) -> onnx.ModelProto:
@@ -81,14 +81,15 @@ def test_the_choice_is_logged_once_and_checked(
             own = ortops.TrainingSession(trainable(model_of("cubic")))
             own.step(batch)
             own.evaluate(batch)
-    assert caplog.messages.count(transpose_optimizer.SENTENCE) == int(fault)
-    assert (transpose_optimizer.SENTENCE in check(model_of("cubic")).said) == fault
-    assert transpose_optimizer.SENTENCE not in check(model_of("linear")).said
+    said = [each for each in caplog.messages if "breaks a cubic Resize" in each]
+    assert len(said) == int(fault)
+    assert [each for each in check(model_of("cubic")).said if "cubic" in each] == said
+    assert not any("cubic" in each for each in check(model_of("linear")).said)
 
 
 def test_other_models_are_not_affected(fault: bool) -> None:
-    assert transpose_optimizer.disabled_optimizers(model_of("linear")) == []
-    assert bool(transpose_optimizer.disabled_optimizers(model_of("cubic"))) == fault
+    assert faults.disabled_optimizers(model_of("linear")) == []
+    assert bool(faults.disabled_optimizers(model_of("cubic"))) == fault
 
 
 @pytest.mark.slow
