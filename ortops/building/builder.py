@@ -127,9 +127,10 @@ def build_training_model(
         trainable: The parameters to train: names of initializers, patterns of names such as
             ``"head.*"``, or (patterns of) the scopes of the nodes that read them, such as
             ``"encoder.layer.5.*"``. The default is every weight that the loss depends on. Whether
-            an initializer is a weight is decided by the operators that read it: running statistics,
-            sizes, limits and other constants of an exporter are not (`ortops check` lists the
-            reasons). An initializer given by its exact name is always trained. Weights in Constant
+            an initializer is a weight is decided by the operators that read it and by its values:
+            running statistics, sizes, limits, masks, tables of sines and other constants are not
+            (a warning is logged if one may be a weight, and `ortops check` lists the reasons). An
+            initializer given by its exact name is always trained. Weights in Constant
             nodes, branches, loop bodies and functions count as well; they become initializers of
             the graph, and a warning is logged. If the model has an adapter (`ortops.lora`), the
             default is to train only the adapter.

@@ -101,8 +101,7 @@ class Place:
                 )
         left_out = [name for name in chosen.trained if name in self.updated]
         for name in left_out:
-            del chosen.trained[name]
-            chosen.reasons[name] = f"is trained by the entry '{self.updated[name]}'"
+            chosen.leave_out(name, f"is trained by the entry '{self.updated[name]}'")
         if left_out:
             others = "', '".join(dict.fromkeys(self.updated[name] for name in left_out))
             chosen.said.append(
@@ -156,7 +155,7 @@ def prepare_for_training(
         chosen = choose(graph.initializers, trainable, scopes, "belongs to the adapter's base")
         chosen.said.append(f"only the adapter is trained ({adapter}); trainable= selects others")
     else:
-        chosen = choose(graph.initializers, trainable, scopes)
+        chosen = choose(graph.initializers, trainable, scopes, constants=origins)
     place = place or Place()
     place.leave_out(chosen)
     frozen, statistics = _frozen(graph, chosen, batch_normalization)
@@ -171,7 +170,8 @@ def prepare_for_training(
         if not {entry.domain for entry in result.proto.opset_import} & {"", "ai.onnx"}:
             result.proto.opset_import.add(domain="", version=graph.opset_imports[""])
     graph = prepare(work).graph
-    chosen.floats = {n: graph.initializers[n] for n in chosen.floats if n in graph.initializers}
+    known = {v.name or "": v for node in graph for v in node.outputs} | dict(graph.initializers)
+    chosen.floats = {name: known[name] for name in chosen.floats if name in known}
     chosen.trained = {name: graph.initializers[name] for name in chosen.trained}
     names, visible = _names(graph, result.proto)
     visible.update(write_vector_first(result.proto.graph, graph))
@@ -228,7 +228,9 @@ def _frozen(
     graph: ir.Graph, chosen: Choice, mode: BatchNormalization
 ) -> tuple[set[ir.Node], set[str]]:
     """Returns the layers in inference mode, and the names of the running statistics of others."""
-    trained = set(chosen.trained.values())
+    # A layer without parameters has what an exporter wrote, and learns as if it were trained.
+    written = (n for n in chosen.unexpected if chosen.reasons.get(n, "").startswith("is all "))
+    trained = {*chosen.trained.values(), *(chosen.floats[name] for name in written)}
     frozen, statistics = set[ir.Node](), set[str]()
     layers = [node for node in all_nodes(graph) if is_batch_normalization(node)]
     for node in layers:
