@@ -280,13 +280,17 @@ _FIXED: dict[str, tuple[str, str, npt.NDArray[np.float64]]] = {
     "identity, a batch of one": ("y = MatMul (x, w)", "holds the identity", np.eye(6)[None]),
     "identity times deviations": ("e = Exp (s)  y = Mul (w, e)", "holds the identity", np.eye(6)),
     "permutation": ("y = MatMul (x, w)", "holds a permutation", np.eye(6)[[2, 0, 1, 3, 5, 4]]),
-    "causal mask": ("y = Mul (x, w)", "holds a mask of 0 and 1", _TRIL),
+    "causal mask": ("y = Mul (x, w)", "holds a triangular mask", _TRIL),
+    "blocks": ("y = Mul (x, w)", "holds a mask of 0 and 1", np.kron(np.eye(3), np.ones((2, 2)))),
     "mask that is added": ("p = MatMul (x, x)  y = Add (p, w)", "mask of 0 and -1", _TRIL * -1e9),
     "mask of -inf": ("y = Add (x, w)", "and -inf", np.where(_TRIL == 0, -np.inf, 0)),
-    "mask that is cut": ("u = Slice (w, n, m)  y = Mul (x, u)", "a mask of 0 and 1", _TRIL),
-    "mask of a comparison": ("c = Equal (w, x)  y = Where (c, x, s)", "a mask of 0 and 1", _TRIL),
+    "mask that is cut": ("u = Slice (w, n, m)  y = Mul (x, u)", "a triangular mask", _TRIL),
+    "mask of a comparison": ("c = Equal (w, x)  y = Where (c, x, s)", "triangular mask", _TRIL),
     "orthogonal": ("y = MatMul (x, w)", "", np.linalg.qr(_RANDOM((6, 6)))[0]),
     "almost the identity": ("y = MatMul (x, w)", "", np.eye(6) + 1e-6),
+    "other matrix of 0 and 1": ("y = MatMul (x, w)", "", np.eye(6)[[0, 0, 2, 3, 3, 5]]),
+    "sums up to each column": ("y = MatMul (x, w)", "holds a triangular mask", _TRIL.T),
+    "small identity": ("a = Slice (x, n, two, two)  y = MatMul (a, w)", "", np.eye(2)),
     "twice the identity": ("y = MatMul (x, w)", "", 2 * np.eye(6)),
     "zeros": ("y = MatMul (x, w)", "", np.zeros((6, 6))),
     "ones": ("y = MatMul (x, w)", "", np.ones((6, 6))),
@@ -375,7 +379,7 @@ def _read_by(nodes: str, values: npt.NDArray[np.float64], *, constant: bool) -> 
         ):
             dim = model.graph.input[0].type.tensor_type.shape.dim.add()
             setattr(dim, "dim_param" if isinstance(size, str) else "dim_value", size)
-    for name, value in {"n": [0], "m": [6], "o": [3, 1, 5, 5]}.items():
+    for name, value in {"n": [0], "m": [6], "o": [3, 1, 5, 5], "two": [2]}.items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(value), name))
     if constant:
         tensor = model.graph.initializer[0]

@@ -94,6 +94,8 @@ _NORMALIZATIONS = frozenset(
     | {"SkipSimplifiedLayerNormalization"}
 )
 
+_LEAST_IDENTITY = 9  # elements; smaller ones in products are often examples of weights
+
 _KERNELS = frozenset((name, 1) for name in ("Conv", "ConvTranspose", "FusedConv"))
 
 _SINGULAR = frozenset({("Log", 0), ("Sqrt", 0), ("Pow", 0), ("Reciprocal", 0), ("Div", 1)})
@@ -547,7 +549,10 @@ def _why_fixed(own: Sequence[Reader], value: ir.Value) -> str:
         return f"holds the kernel of a filter{where}"
     kind = table_kind(values)
     if not any((r.node.op_type, r.index) == ("Gather", 0) for r in own):
-        kind = mask_kind(values) or kind
+        mask = mask_kind(values)
+        in_layer = any(reader.node.op_type in _PRODUCTS for reader in own)
+        is_small = mask == "a mask of 0 and 1" or values.size < _LEAST_IDENTITY
+        kind = kind if in_layer and is_small else mask or kind
     is_vector = sum(size != 1 for size in values.shape) < 2
     if is_vector and any(_adds_bias(reader.node, reader.index) for reader in own):
         kind = ""

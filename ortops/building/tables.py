@@ -69,12 +69,12 @@ def mask_kind(values: npt.NDArray[Any]) -> str:
     """Returns whether numbers are a mask; empty if not.
 
     Returns:
-        ``"the identity"``, ``"a permutation"``, ``"a mask of 0 and 1"``, the same with a number
-        beyond ±1000 or minus infinity in place of 1, or an empty text.
+        ``"the identity"``, ``"a permutation"``, ``"a triangular mask"``, ``"a mask of 0 and 1"``,
+        the last with a number beyond ±1000 or minus infinity in place of 1, or an empty text.
 
     Example:
         >>> mask_kind(np.eye(3)), mask_kind(np.tri(3)), mask_kind(np.ones(3))
-        ('the identity', 'a mask of 0 and 1', '')
+        ('the identity', 'a triangular mask', '')
     """
     if len(np.unique(_float64(values.flat[:_SAMPLES]))) > 2:
         return ""
@@ -86,7 +86,10 @@ def mask_kind(values: npt.NDArray[Any]) -> str:
     square = marked.reshape([size for size in values.shape if size != 1])
     if number == 1 and square.ndim == 2 and all((square.sum(axis) == 1).all() for axis in (0, 1)):
         return "the identity" if square.diagonal().all() else "a permutation"
-    return f"a mask of 0 and {number:g}"
+    is_square = square.ndim == 2 and square.shape[0] == square.shape[1]
+    ones = np.ones_like(square)
+    is_half = is_square and any((square == half(ones)).all() for half in (np.tril, np.triu))
+    return "a triangular mask" if number == 1 and is_half else f"a mask of 0 and {number:g}"
 
 
 def is_fixed_kernel(values: npt.NDArray[Any], rank: int) -> bool:
