@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
@@ -10,6 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from ortops.arguments import choice
+from ortops.autodiff.rules import RULES
 from ortops.building.parameters import Choice, ScopeNames, choose, read_scopes
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph import convert
@@ -19,9 +21,10 @@ from ortops.graph.edit import all_nodes, ancestor_nodes, read_inputs
 from ortops.graph.faults import write_vector_first
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.messages import describe_node
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names
-from ortops.graph.weights import Origin, lift
+from ortops.graph.weights import Origin, lift, weights
 from ortops.lowering import prepare
 from ortops.trainable.metadata import MAIN
 from ortops.trainable.training_mode import is_batch_normalization
@@ -139,6 +142,8 @@ def prepare_for_training(
             "model: it has training_info already; run it with TrainingSession, or get the model "
             "without it with TrainingSession.inference_model()"
         )
+    if trainable is None and (why := refused_without_weights(light)):
+        raise ModelError(f"trainable: the loss depends on no weight, only on {why}")
     adapter = adapter_of(proto.metadata_props)
     only_adapter = adapter is not None and trainable is None
     if adapter is not None and trainable is None:
@@ -180,6 +185,18 @@ def prepare_for_training(
     return Prepared(
         *(result, graph, names, visible, chosen, lifted, frozen, opset, scopes, adapter, place)
     )
+
+
+def refused_without_weights(light: LightModel) -> str:
+    """Returns the node without a gradient, and why, of a model that has no weights; else "".
+
+    It is fast for forests, whose attributes take gigabytes once they are numbers of Python.
+    """
+    for node in light.proto.graph.node:
+        reason = RULES.refusal(ir.Node(node.domain, node.op_type, [])) if node.domain else None
+        if reason and not any(math.prod(each.shape) > 1 for each in weights(light).values()):
+            return f"{describe_node(node)}: {reason}"
+    return ""
 
 
 def _checked(trainable: Sequence[str] | None) -> list[str] | None:
