@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import warnings
 from typing import Any
 
 import numpy as np
@@ -637,3 +640,125 @@ def test_weights_behind_rounding_are_said_with_the_remedy(caplog: pytest.LogCapt
                 assert reason in str(report)
                 with pytest.raises(ortops.ModelError, match="does not depend on 'v'; leave it out"):
                     build_training_model(model, optimizer="SGD", trainable=["v"], **settings)
+
+
+# ----------------------------------------------------------------- files of PyTorch's exporters
+
+
+def _policy() -> tuple[Any, Any]:
+    """Outputs of a network, and the deviations that it has learned as a matrix."""
+    from torch import eye, nn, randn, zeros
+
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.log_std = nn.Linear(3, 4), nn.Parameter(zeros(4) + 0.1)
+            self.register_buffer("eye", eye(4))
+
+        def forward(self, x: Any) -> Any:
+            return self.layer(x)[:, None] @ (self.eye * self.log_std.exp())
+
+    return Policy(), randn(2, 3)
+
+
+def _filtered() -> tuple[Any, Any]:
+    """Images behind a Sobel filter, with normalizations that have no parameters, or some."""
+    import torch
+    from torch import nn
+
+    class Filtered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("kernel", torch.tensor(_SOBEL).float().expand(4, 1, 3, 3).clone())
+            self.groups, self.own = nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)
+            self.bare, self.layer = nn.InstanceNorm2d(4), nn.Conv2d(4, 4, 3)
+
+        def forward(self, x: Any) -> Any:
+            x = nn.functional.conv2d(x, self.kernel, groups=4)
+            return self.own(self.layer(self.bare(self.groups(x))))
+
+    return Filtered(), torch.randn(2, 4, 9, 9)
+
+
+def _positions() -> tuple[Any, Any]:
+    """Rows with a table of sinusoids, attention that looks back, and a norm without a bias."""
+    import torch
+    from torch import nn
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.tensor(_sinusoids(20, 6)).float())
+            self.register_buffer("causal", torch.tril(torch.ones(20, 20)))
+            self.layer, self.norm = nn.Linear(6, 6), nn.LayerNorm(6, bias=False)
+            self.scale = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x: Any) -> Any:
+            x = self.layer(x) + self.table[:7]
+            scores = (x @ x.transpose(1, 2)) * self.causal[:7, :7]
+            return self.norm(scores @ x) * self.scale
+
+    return Positions(), torch.randn(2, 7, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parametrize("exporter", ["torchscript", "torchscript training", "dynamo training"])
+@pytest.mark.parametrize("build", [_policy, _filtered, _positions])
+def test_parameters_of_exported_modules_are_trained_and_nothing_else(
+    build: Any, exporter: str
+) -> None:
+    """What is trained has as many numbers as the module's parameters, but single ones."""
+    import torch
+
+    torch.manual_seed(0)
+    module, x = build()
+    settings: dict[str, Any] = {"dynamo": exporter.startswith("dynamo"), "verbose": False}
+    if exporter.endswith("training"):
+        module.train()
+        settings["training"] = torch.onnx.TrainingMode.TRAINING
+        if not settings["dynamo"]:
+            settings["do_constant_folding"] = False
+    file = io.BytesIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        made = torch.onnx.export(module, (x,), None if settings["dynamo"] else file, **settings)
+    model = made.model_proto if made else onnx.load_from_string(file.getvalue())
+    report = check(model, loss="MeanSquaredError")
+    assert not report.problems
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    if build is _policy and settings["dynamo"]:  # which computes eye * exp(log_std) in advance
+        sizes = [12, 4, 16]
+    assert report.parameter_count == sum(size for size in sizes if size > 1)
+    scale = [name for name in report.reasons if "scale" in name]
+    said = " ".join(report.said)
+    assert len(scale) == (build is _positions)
+    assert all(f"'{name}' " in said for name in scale)
+
+
+def test_a_scale_that_is_a_running_statistic_too_is_not_updated() -> None:
+    """Dynamo stores the ones of a layer without parameters and its first variance once."""
+    model = _model(
+        "m (float[n, 2] x) => (float[n, 2] y) { h = BatchNormalization (x, n_running_var,"
+        "  n_running_mean, n_running_mean, n_running_var)  y = MatMul (h, w) }",
+        w=_DRAW.standard_normal((2, 2)),
+        n_running_mean=np.zeros(2),
+        n_running_var=np.ones(2),
+    )
+    settings: Any = {"loss": "MeanSquaredError", "optimizer": SGD(0.1)}
+    session = ortops.TrainingSession(build_training_model(model, **settings))
+    feeds = {"x": 3 + _DRAW.standard_normal((8, 2)).astype(np.float32)}
+    feeds["targets"] = np.zeros((8, 2), np.float32)
+    session.step(feeds)
+    assert set(session.parameters) == {"w"}
+    assert "n_running_var" not in session.state
+    with pytest.raises(ortops.ModelError, match=r"has 'n_running_mean' as a .*\.untie\(model\)"):
+        build_training_model(model, batch_normalization="train", **settings)
+    untied = build_training_model(ortops.surgery.untie(model), **settings)
+    session = ortops.TrainingSession(untied)
+    loss = session.step(feeds)["loss"]
+    x = feeds["x"].astype(np.float64)
+    h = (x - x.mean(axis=0)) / np.sqrt(x.var(axis=0) + 1e-5)
+    w = onnx.numpy_helper.to_array(model.graph.initializer[0])
+    assert loss == pytest.approx(((h @ w) ** 2).mean(), rel=1e-5)
+    assert set(session.parameters) == {"w"}

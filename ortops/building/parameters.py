@@ -505,7 +505,7 @@ _IN_PLACE_OF_WEIGHTS = ("is all ", "holds ", "normalizes ")
 
 _GENERATED = re.compile(
     r"^\d+$|^_?val_\d+$|^onnx::|Constant|Const([_:/\d]|$)|const_|^ortshared|_tensor_constant"
-    r"|^(zeros|ones|full|scalar_tensor_default|lift_fresh_copy)(_\d+)?$"
+    r"|running_(mean|var)$|^(zeros|ones|full|scalar_tensor_default|lift_fresh_copy)(_\d+)?$"
 )
 """Names that exporters give to what is no parameter of a module."""
 

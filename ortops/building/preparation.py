@@ -17,7 +17,7 @@ from ortops.errors import ArgumentError, ModelError
 from ortops.graph import convert
 from ortops.graph.adapters import Adapter, adapter_of
 from ortops.graph.convert import ModelLike
-from ortops.graph.edit import all_nodes, ancestor_nodes, read_inputs
+from ortops.graph.edit import all_nodes, ancestor_nodes, describe, read_inputs
 from ortops.graph.faults import write_vector_first
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
@@ -254,6 +254,12 @@ def _frozen(
         learns = any(not trained.isdisjoint(_sources(value)) for value in node.inputs[1:3])
         if mode == "frozen" or (mode == "auto" and not learns):
             frozen.add(node)
+        elif both := {*node.inputs[1:3]} & {*node.inputs[3:5]}:
+            names = sorted(str(value.name) for value in both if value is not None)
+            raise ModelError(
+                f"model: {describe(node)} has '{names[0]}' as a parameter and as a running "
+                "statistic, which it updates; ortops.surgery.untie(model) gives it one for each"
+            )
         else:
             statistics.update(v.name or "" for v in node.inputs[3:5] if v is not None)
     if mode != "frozen":
