@@ -426,9 +426,6 @@ def _is_in(pattern: str, scopes: Collection[str]) -> bool:
     )
 
 
-UNREAD = "is read by no node"
-
-
 def why_not(value: ir.Value, *, reads: bool = True) -> str:
     """Returns why an initializer is not a weight, judging by its readers; empty if it is one.
 
@@ -440,21 +437,21 @@ def why_not(value: ir.Value, *, reads: bool = True) -> str:
         value: The initializer.
         reads: Whether to look at its values, which tells tables from weights.
     """
-    ends = list(_ends(value))
-    found = [end for end in ends if isinstance(end, Reader)]
+    passed = list(_ends(value))
+    found = [end for end in passed if isinstance(end, Reader)]
     reasons = [_why_not_for(reader, value) for reader in found]
     for reader, reason in zip(found, reasons, strict=True):
         if reason.startswith(_STATISTIC) and reader.node.inputs[reader.index] is value:
             return reason  # even if dynamo, which stores equal ones once, made it a scale, too
-    if not reasons and _size(value) == 1 and ends:
-        return "is one number, in an output"
-    if not reasons and not ends:
+    if not passed:
         return UNREAD
-    if "" in reasons or not reasons:
-        own = [reader for reader, reason in zip(found, reasons, strict=True) if not reason]
-        shared = _why_shared(own, found, value) if own else ""
-        return shared or (_why_fixed(own, value) if reads else "")
-    return reasons[0]
+    if not found and _size(value) == 1:
+        return "is one number, in an output"
+    if found and "" not in reasons:
+        return reasons[0]
+    own = [reader for reader, reason in zip(found, reasons, strict=True) if not reason]
+    shared = (_why_shared(own, found, value) or _why_written(own, value)) if own else ""
+    return shared or (_why_fixed(own, value) if reads else "")
 
 
 def _may_be_weight(reason: str, value: ir.Value, is_constant: bool) -> bool:
@@ -498,6 +495,7 @@ def _merged(trained: Mapping[str, ir.Value]) -> list[str]:
     ]
 
 
+UNREAD = "is read by no node"
 _STATISTIC = "is a running statistic"
 
 _IN_PLACE_OF_WEIGHTS = ("is all ", "holds ", "normalizes ")
@@ -524,27 +522,38 @@ def _why_shared(own: Sequence[Reader], found: Sequence[Reader], value: ir.Value)
     size, first = _size(value), describe(own[0].node)
     if len(found) > 1 and size == 1 and all(r.node.op_type in ELEMENTWISE for r in own):
         return f"is one number that {len(found)} nodes read, such as {first}"
-    scaling = [r for r in own if r.node.op_type in _NORMALIZATIONS and r.index in (1, 2)]
-    is_owned = "." in (value.name or "") and not _GENERATED.search(value.name or "")
-    if len(scaling) > 1 and scaling == own and size and value.const_value and not is_owned:
-        tensor = value.const_value
-        if tensor.numpy().flat[0] in (0, 1) and np.ptp(tensor.numpy().astype(np.float64)) == 0:
-            number = "zeros" if tensor.numpy().flat[0] == 0 else "ones"
-            return f"is all {number}, shared by {len(own)} normalizations, such as {first}"
+    return ""
+
+
+def _why_written(own: Sequence[Reader], value: ir.Value) -> str:
+    """Returns whether an exporter wrote ones or zeros for normalizations without parameters.
+
+    Names tell: parameters are called after their module, ``encoder.norm.weight`` and
+    ``encoder.norm.bias``. Several normalizations share what has no such name.
+    """
+    tensor, name = value.const_value, value.name or ""
+    if tensor is None or not all(r.node.op_type in _NORMALIZATIONS and r.index < 3 for r in own):
+        return ""
+    values, is_generated = tensor.numpy(), _GENERATED.search(name) is not None
+    if not values.size or values.flat[0] not in (0, 1) or (values != values.flat[0]).any():
+        return ""
+    number, first = "ones" if values.flat[0] else "zeros", describe(own[0].node)
+    if len(own) > 1 and (is_generated or "." not in name):
+        return f"is all {number}, shared by {len(own)} normalizations, such as {first}"
+    others = (read for read in own[0].node.inputs[1:3] if read is not None and read is not value)
+    modules = [(other.name or "").rpartition(".")[0] for other in others]
+    is_odd = number == "zeros" and any(m and not name.startswith(f"{m}.") for m in modules)
+    if len(own) == 1 and (is_generated or is_odd):
+        return f"is all {number}, as if an exporter had written it, in {first}"
     return ""
 
 
 def _why_fixed(own: Sequence[Reader], value: ir.Value) -> str:
     """Returns what an initializer holds if its values tell that it is no weight, or empty."""
     tensor = value.const_value
-    if tensor is None:
+    if tensor is None or any(reader.node.op_type in _NORMALIZATIONS for reader in own):
         return ""
-    where = f", in {describe(own[0].node)}" if own else ""
-    if any(reader.node.op_type in _NORMALIZATIONS for reader in own):
-        written = own[0] if len(own) == 1 and _is_written(own[0], value) else None
-        number = "zeros" if written and not tensor.numpy().any() else "ones"
-        return f"is all {number}, as if an exporter had written it{where}" if written else ""
-    values = tensor.numpy()
+    values, where = tensor.numpy(), f", in {describe(own[0].node)}" if own else ""
     if own and all(_is_kernel(values, reader) for reader in own):
         return f"holds the kernel of a filter{where}"
     kind = table_kind(values)
@@ -557,25 +566,6 @@ def _why_fixed(own: Sequence[Reader], value: ir.Value) -> str:
     if is_vector and any(_adds_bias(reader.node, reader.index) for reader in own):
         kind = ""
     return f"holds {kind}{where}" if kind else ""
-
-
-def _is_written(reader: Reader, value: ir.Value) -> bool:
-    """Whether ones or zeros of a normalization have no name of a parameter beside them.
-
-    Exporters write them for normalizations without scale or bias. Parameters are called after their
-    module: ``encoder.norm.weight`` and ``encoder.norm.bias``.
-    """
-    tensor, node = value.const_value, reader.node
-    assert tensor is not None
-    values, name = tensor.numpy(), value.name or ""
-    first = float(values.flat[0]) if values.size else -1.0
-    if first not in (0, 1) or not (values == values.flat[0]).all():
-        return False
-    if _GENERATED.search(name):
-        return True
-    others = (read for read in node.inputs[1:3] if read is not None and read is not value)
-    modules = [(other.name or "").rpartition(".")[0] for other in others]
-    return first == 0 and any(m and not name.startswith(f"{m}.") for m in modules)
 
 
 def _is_kernel(values: npt.NDArray[Any], reader: Reader) -> bool:
