@@ -181,7 +181,7 @@ class Choice:
         Args:
             read: What the loss is computed from.
         """
-        found = [n for n in self.reasons if n in self.unexpected and self.floats[n] in read]
+        found = [n for n in self.reasons if n in self.unexpected and self.floats.get(n) in read]
         if not found:
             return ""
         shared = any(", shared by " in self.reasons[name] for name in found)

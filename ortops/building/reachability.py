@@ -91,9 +91,9 @@ def passed_through(parameters: Sequence[ir.Value], loss: Tensor) -> set[ir.Value
     return from_parameters & {*RULES.ancestors(loss.value), *parameters}
 
 
-def _untrained_sources(choice: Choice, ancestors: Container[ir.Value]) -> str:
+def _untrained_sources(choice: Choice, read: Container[ir.Value]) -> str:
     """Returns the initializers that the loss depends on, and why they are not trained, as text."""
-    found = {n: why for n, why in choice.reasons.items() if choice.floats[n] in ancestors}
+    found = {n: why for n, why in choice.reasons.items() if choice.floats.get(n) in read}
     if not found:
         return ""
     if all(why.startswith("is one number") for why in found.values()):
