@@ -19,7 +19,11 @@ from ortops.autodiff.rules import RULES
 from ortops.building.builder import Plan, plan_training
 from ortops.building.groups import Groups
 from ortops.building.parameters import quantized, readers
-from ortops.building.preparation import BatchNormalization, prepare_for_training
+from ortops.building.preparation import (
+    BatchNormalization,
+    prepare_for_training,
+    refused_without_weights,
+)
 from ortops.errors import OrtopsError
 from ortops.graph import convert, faults
 from ortops.graph.adapters import adapter_of
@@ -33,7 +37,6 @@ from ortops.lowering import lower_prepared, prepare
 from ortops.optimizers import SGD, Optimizer, UpdateRule
 from ortops.summary import SHOWN, by_module, by_reason, first, short_shape
 from ortops.trainable.metadata import entry_names, training_metadata
-from ortops.trainable.step_graph import flatten
 
 __all__ = ["Report", "check", "quiet"]
 
@@ -243,8 +246,10 @@ def check(
         no problems: ready to train
     """
     proto, folder = convert.load(model)
-    report = _inference_report(proto, convert.to_ir(proto, folder))
     light = external.detach(proto, folder)
+    if why := refused_without_weights(light):
+        return _report_of_refusal(light.proto, why)
+    report = _inference_report(proto, convert.to_ir(proto, folder))
     existing: dict[str, Any] = {}
     if (optimizer, clip_norm, clip_value, ema_decay, groups) == (None,) * 5:
         found = training_metadata(proto)
@@ -311,18 +316,19 @@ def _inference_report(proto: onnx.ModelProto, work: ir.Model) -> Report:
     graph_inputs = [value for value in graph.inputs if value.name not in given]
     initializers = [value for name, value in graph.initializers.items() if name in given]
     floats = [value for value in (*graph_inputs, *initializers) if is_float(value)]
-    reached: set[ir.Value] = set()
+    reached, smooth = set[ir.Value](), set[ir.Value]()
     for value in graph.outputs:
         if is_float(value):
             reached |= RULES.ancestors(value)
+            smooth |= RULES.ancestors(value, lambda node: not _is_differentiable(node))
     active = RULES.active_values(graph, floats)
     adapter = adapter_of(proto.metadata_props)
     return Report(
         opset=opset,
         converted_to=None if opset >= convert.MINIMUM_OPSET else convert.MINIMUM_OPSET,
         quantized=quantized(initializers),
-        inputs=[v.name or "" for v in graph_inputs if v in floats and v in reached],
-        other_inputs=[v.name or "" for v in graph_inputs if v not in floats or v not in reached],
+        inputs=[v.name or "" for v in graph_inputs if v in floats and v in smooth],
+        other_inputs=[v.name or "" for v in graph_inputs if v not in floats or v not in smooth],
         outputs={value.name or "": _kind(value) for value in graph.outputs},
         adapter="" if adapter is None else str(adapter),
         problems=refused
@@ -333,6 +339,18 @@ def _inference_report(proto: onnx.ModelProto, work: ir.Model) -> Report:
             for node in _with_inner(node)
             if not _is_differentiable(node)
         ],
+    )
+
+
+def _report_of_refusal(proto: onnx.ModelProto, why: str) -> Report:
+    """Returns the report on a model without weights, which may have gigabytes of attributes."""
+    outputs = [ir.serde.deserialize_value_info_proto(v, None) for v in proto.graph.output]
+    imports = {entry.domain: entry.version for entry in proto.opset_import}
+    return Report(
+        opset=imports.get("", imports.get("ai.onnx", convert.MINIMUM_OPSET)),
+        other_inputs=[value.name for value in proto.graph.input],
+        outputs={value.name or "": _kind(value) for value in outputs},
+        problems=[why],
     )
 
 
@@ -431,6 +449,8 @@ def _is_differentiable(node: ir.Node) -> bool:
 
 def _problem(node: ir.Node) -> str:
     rule = RULES.find(node)
+    if reason := RULES.refusal(node):
+        return f"{describe(node)}: {reason}"
     if rule is None:
         where = f" of domain '{node.domain}'" if node.domain else ""
         return f"{describe(node)}: there is no gradient rule for {node.op_type}{where}"
@@ -442,7 +462,7 @@ def _problem(node: ir.Node) -> str:
 def _failures(plan: Plan) -> list[str]:
     """Differentiates a plan and returns the error, if there is one."""
     try:
-        lower_prepared(flatten(plan.write()).model)
+        plan.differentiate(plan.write())
     except OrtopsError as error:
         return [str(error)]
     return []

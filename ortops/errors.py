@@ -24,6 +24,8 @@ __all__ = [
     "is_raised_by",
 ]
 
+FREE_BATCH = "ortops.surgery.free_batch(model), before training, makes it dynamic"
+
 
 class OrtopsError(Exception):
     """Base class of the exceptions of ortops.

@@ -52,7 +52,7 @@ def deep(width: int, count: int, dtype: Any = np.float32) -> onnx.ModelProto:
     with Tape(name="deep") as tape:
         x = tape.input("x", dtype, ["batch", width])
         for number in range(count):
-            weight = np.eye(width) + number * np.arange(width) / width
+            weight = 2 * np.eye(width) + number * np.arange(width) / width
             x = op.Tanh(x @ tape.initializer(f"w{number}", weight.astype(dtype)))
         tape.output(x, "y")
     return tape.model()

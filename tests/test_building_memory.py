@@ -132,7 +132,7 @@ def test_weights_in_a_file_of_their_own(tmp_path: Path) -> None:
     model = ortops.build_training_model(folder / "model.onnx", **settings)
     assert path.read_bytes() == model.SerializeToString()
     values = [onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer]
-    np.testing.assert_array_equal(values[1], np.eye(32) + np.arange(32, dtype=np.float32) / 32)
+    np.testing.assert_array_equal(values[1], 2 * np.eye(32) + np.arange(32, dtype=np.float32) / 32)
 
 
 def test_a_model_beyond_the_limit_of_a_file(tmp_path: Path) -> None:

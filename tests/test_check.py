@@ -20,6 +20,7 @@ from ortops import Tape, losses, op
 from ortops.check import check
 from ortops.cli import main
 from ortops.errors import ModelError
+from ortops.graph import convert
 
 F = np.float32
 
@@ -407,3 +408,86 @@ def test_what_is_legal_though_unusual_is_checked() -> None:
         FUNCTION.format("b = LeakyRelu <alpha: float = @k> (a)"),
     ):
         assert check(parsed(nodes)).problems == []
+
+
+def trees(rows: int = 1) -> onnx.ModelProto:
+    """A forest of one leaf, stored several times, behind a Scaler."""
+    scaler = helper.make_node("Scaler", ["x"], ["s"], domain="ai.onnx.ml", scale=[2.0] * 3)
+    tree = helper.make_node(
+        "TreeEnsembleRegressor",
+        ["s"],
+        ["y"],
+        name="forest",
+        domain="ai.onnx.ml",
+        n_targets=1,
+        nodes_treeids=[*range(rows)],
+        nodes_nodeids=[0] * rows,
+        nodes_featureids=[0] * rows,
+        nodes_modes=["LEAF"] * rows,
+        nodes_values=[0.0] * rows,
+        nodes_truenodeids=[0] * rows,
+        nodes_falsenodeids=[0] * rows,
+        target_treeids=[*range(rows)],
+        target_nodeids=[0] * rows,
+        target_ids=[0] * rows,
+        target_weights=[0.5] * rows,
+    )
+    found = model([scaler, tree], [value("x", ["n", 3])], ["y"], imports=[("ai.onnx.ml", 3)])
+    found.graph.output[0].CopyFrom(value("y", ["n", 1]))
+    return found
+
+
+def test_trees_are_refused_before_their_numbers_are_read(monkeypatch):
+    """Attributes take gigabytes as numbers of Python; the weights are sought first."""
+
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("the model was converted")
+
+    monkeypatch.setattr(convert, "to_ir", read)
+    report = check(trees(3))
+    (problem,) = report.problems
+    assert problem.startswith("TreeEnsembleRegressor node 'forest': trees are piecewise constant")
+    assert (report.inputs, report.other_inputs) == ([], ["x"])
+    assert report.outputs == {"y": "FLOAT[n,1]"}
+    assert report.opset == 21
+    expected = r"the loss depends on no weight, only on TreeEnsembleRegressor node 'forest': trees"
+    with pytest.raises(ortops.ModelError, match=expected):
+        ortops.build_training_model(trees(3), loss="L1", optimizer="SGD")
+
+
+def test_trees_beside_weights_end_gradients():
+    proto = trees()
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [3, 3], np.eye(3).ravel() + 1)
+    proto.graph.initializer.append(weight)
+    proto.graph.node.insert(0, helper.make_node("MatMul", ["x", "w"], ["h"]))
+    proto.graph.node[1].input[0] = "h"
+    report = check(proto)
+    assert (report.inputs, report.other_inputs) == ([], ["x"])
+    (problem,) = report.problems
+    assert problem.startswith("TreeEnsembleRegressor node 'forest': trees are piecewise constant")
+
+
+@pytest.mark.parametrize("loss", ["SoftmaxCrossEntropy", "MeanSquaredError"])
+def test_an_input_without_a_shape_is_named_at_once(loss):
+    proto = network()
+    for described in (proto.graph.input[0], proto.graph.output[0]):
+        described.type.tensor_type.ClearField("shape")
+    expected = "model: input 'x' has no shape, which its gradients need; declare one, such as"
+    with pytest.raises(ortops.ModelError, match=expected):
+        ortops.build_training_model(proto, loss=loss, optimizer="SGD")
+    (problem,) = check(proto, loss=loss).problems
+    assert problem.startswith(expected)
+
+
+def test_an_input_without_a_shape_is_no_problem_where_a_node_gives_it_one():
+    nodes = [
+        helper.make_node("Reshape", ["x", "shape"], ["h"]),
+        helper.make_node("MatMul", ["h", "w"], ["y"]),
+    ]
+    arrays = {"w": np.ones((2, 3), F), "shape": np.array([-1, 2])}
+    proto = model(nodes, [value("x", ["n", 2])], ["y"], initializers=arrays)
+    proto.graph.output[0].CopyFrom(value("y", ["n", 3]))
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    built = ortops.build_training_model(proto, loss="MeanSquaredError", optimizer="SGD")
+    feeds = {"x": np.ones((4, 2), F), "targets": np.zeros((4, 3), F)}
+    assert ortops.TrainingSession(built).step(feeds)["loss"] == 4

@@ -168,7 +168,7 @@ def test_a_teacher() -> None:
     """The weights of a Distillation's teacher are in the algorithm."""
     with Tape(name="classifier") as tape:
         x = tape.input("x", np.float32, ["batch", 2])
-        tape.output(x @ tape.initializer("w", np.eye(2, dtype=np.float32)), "logits")
+        tape.output(x @ tape.initializer("w", 2 * np.eye(2, dtype=np.float32)), "logits")
     loss = ortops.losses.Distillation(model=tape.model(), temperature=1.0)
     session = TrainingSession(build_training_model(tape.model(), loss=loss, optimizer="SGD"))
     (name,) = session.constants

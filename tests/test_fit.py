@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper
 from training_models import (
@@ -24,7 +25,9 @@ from training_models import (
     normalizing,
     softmax_cross_entropy,
 )
+from violations import all_violations
 
+import ortops
 from ortops import (
     ArgumentError,
     FeedError,
@@ -36,6 +39,7 @@ from ortops import (
 from ortops.execution.execution import Execution
 from ortops.metrics import accuracy, mean_absolute_error
 from ortops.optimizers import SGD, Adam
+from ortops.surgery import free_batch
 from ortops.training.callback import Callback, Record
 from ortops.training.history import History
 from ortops.training.progress_bar import ProgressBar
@@ -636,3 +640,60 @@ def test_a_history_is_a_list_and_a_table() -> None:
     assert history != history[:1]
     assert history != [{"loss": 1.0}, history[1]]
     assert History().table() == "epoch"
+
+
+def test_all_rows_in_one_batch_of_a_fixed_size_need_no_batch_size() -> None:
+    for size in (1, 4):
+        session, rows = affine_session(batch=size), affine_batch(size)
+        loss = session.evaluate([rows])["loss"]
+        assert session.evaluate(rows)["loss"] == loss
+        (y,) = session.predict({"x": rows["x"]}).values()
+        assert len(y) == size
+        assert session.fit(rows, progress=False, validation=rows)[-1]["steps"] == 1
+        assert session.evaluate(rows)["loss"] != loss
+
+
+def test_a_batch_of_one_row_takes_rows_one_by_one() -> None:
+    """In evaluate and predict, where it changes nothing; a step has the rows that are asked for."""
+    session, rows = affine_session(batch=1), affine_batch(3)
+    each = [{name: array[n : n + 1] for name, array in rows.items()} for n in range(3)]
+    assert session.evaluate(rows)["loss"] == session.evaluate(each)["loss"]
+    (y,) = session.predict({"x": rows["x"]}).values()
+    expected = [session.predict([{"x": one["x"]}])["y"][0] for one in each]
+    np.testing.assert_array_equal(y, expected)
+    with pytest.raises(FeedError, match=r"fixed at 1; give batch_size=1 .*free_batch\(model\)"):
+        session.fit(rows, progress=False)
+
+
+HIDDEN = """<ir_version: 10, opset_import: ["": 21]>
+    six (float[N, 3, 4] x) => (float[N, 2] y)
+    <float[4, 2] w = {1, 0, 0, 1, 1, 1, 0, 2}, int64[2] flat = {18, 4}, int64[3] back = {6, 3, 2},
+     int64[1] axis = {1}> {
+        r = Reshape (x, flat)  m = MatMul (r, w)  h = Reshape (m, back)
+        y = ReduceSum <keepdims = 0> (h, axis)
+    }"""
+
+
+def test_a_batch_size_that_nodes_have_fixed_is_explained() -> None:
+    model = onnx.parser.parse_model(HIDDEN)
+    x = np.ones((4, 3, 4), np.float32)
+    rows = {"x": x, "targets": np.zeros((4, 2), np.float32)}
+    built = build_training_model(model, loss="MeanSquaredError", optimizer="SGD")
+    session = TrainingSession(built)
+    uses = {
+        "step": lambda: session.step(rows),
+        "gradients": lambda: session.gradients(rows),
+        "fit": lambda: session.fit(rows, progress=False),
+        "evaluate": lambda: session.evaluate(rows),
+        "predict": lambda: session.predict({"x": x}),
+        "Function": lambda: ortops.Function(model)(x),
+        "value_and_grad": lambda: ortops.Function(model).vjp(x),
+    }
+    with all_violations() as check:
+        for name, use in uses.items():
+            with check(name), pytest.raises(OrtopsError, match=r"surgery\.free_batch\(model\)"):
+                use()
+    session = TrainingSession(
+        build_training_model(free_batch(model), loss="MeanSquaredError", optimizer="SGD")
+    )
+    assert session.predict({"x": x})["y"].shape == (4, 2)

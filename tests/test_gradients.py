@@ -585,7 +585,7 @@ def test_losses_that_couple_rows_say_so() -> None:
     with Tape(name="two towers") as tape:
         x = tape.input("x", np.float32, ["batch", 3])
         y = tape.input("y", np.float32, ["batch", 3])
-        w = tape.initializer("w", np.eye(3, dtype=np.float32))
+        w = tape.initializer("w", 2 * np.eye(3, dtype=np.float32))
         tape.output(x @ w, "first")
         tape.output(y @ w, "second")
     loss = ortops.losses.InfoNCE(query="first", key="second")

@@ -212,7 +212,7 @@ def test_onnxruntime_optimizes_the_graph_as_without_it() -> None:
     """Sums in updates run in kernels for convolutions, and must not count as such."""
     with Tape(name="linear") as tape:
         x = tape.input("x", np.float32, ["batch", WIDTH])
-        tape.output(x @ tape.initializer("w", np.eye(WIDTH, dtype=np.float32)), "y")
+        tape.output(x @ tape.initializer("w", 2 * np.eye(WIDTH, dtype=np.float32)), "y")
     model = build(model=tape.model(), ema_decay=0.75)
     levels = []
     for early in (False, True):

@@ -411,7 +411,7 @@ def with_constants(*, kept: bool) -> onnx.ModelProto:
         f"""
         <ir_version: 10, opset_import: ["" : 21]>
         g (float[N, 2] x, bool flag) => (float[N, 2] y)
-        <float[2, 2] head = {{1, 0, 0, 1}}> {{
+        <float[2, 2] head = {{1, 2, 2, 1}}> {{
             w = Constant <value = float[2, 2] {{{values}}}> ()
             h = MatMul (x, w)
             b = If (flag) <

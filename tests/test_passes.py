@@ -305,7 +305,7 @@ def test_sizes_of_sequences_are_not_bound() -> None:
     with Tape(name="lengths") as tape:
         x = tape.input("x", np.float32, ["batch", "length", 6])
         table = tape.initializer("table", np.zeros((9, 6), np.float32))
-        weight = tape.initializer("weight", np.eye(6, dtype=np.float32))
+        weight = tape.initializer("weight", 2 * np.eye(6, dtype=np.float32))
         rows = op.Slice(table, [0], op.Shape(x)[1:2], [0])
         tape.output(op.ReduceMean((x + rows) @ weight, [1], keepdims=0), "logits")
     model = build_training_model(tape.model(), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1))

@@ -315,7 +315,7 @@ def test_a_tensor_that_is_another_one_in_training(tmp_path: Path) -> None:
     with Tape(name="normalized") as tape:
         x = tape.input("x", np.float32, ["batch", 4])
         for name in ("a", "b"):
-            x = x @ tape.initializer(f"{name}/weight", np.eye(4, dtype=np.float32))
+            x = x @ tape.initializer(f"{name}/weight", 2 * np.eye(4, dtype=np.float32))
             statistics = [np.ones(4), np.zeros(4), np.zeros(4), np.ones(4)]
             given = [
                 tape.initializer(f"{name}/{index}", array.astype(np.float32))

@@ -394,12 +394,17 @@ class Rules:
                 reached.update(value for value in node.outputs if self.carries_cotangent(value))
         return reached
 
-    def ancestors(self, y: ir.Value) -> set[ir.Value]:
-        """Returns the values that y depends on through paths that propagate cotangents."""
+    def ancestors(self, y: ir.Value, stop: Callable[[ir.Node], bool] = _never) -> set[ir.Value]:
+        """Returns the values that y depends on through paths that propagate cotangents.
+
+        Args:
+            y: The value.
+            stop: Tells further nodes that propagate none.
+        """
         found, pending = {y}, [y]
         while pending:
             node = pending.pop().producer()
-            if node is None or self.is_zero(node):
+            if node is None or self.is_zero(node) or stop(node):
                 continue
             read = (value for value in read_inputs(node) if self.carries_cotangent(value))
             new = [value for value in read if value not in found]

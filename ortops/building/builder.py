@@ -38,7 +38,7 @@ from ortops.building.updates import (
     unless_skipped,
 )
 from ortops.building.without_adapter import without_adapter
-from ortops.errors import ArgumentError, ModelError
+from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.garbage_collection import pause_collection
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -51,6 +51,7 @@ from ortops.graph.files.saving import write_model
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import Loss, LossLike
 from ortops.losses.loss import Function
+from ortops.lowering import lower_prepared
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.other_names import ARGUMENTS_OF_BUILD, explains_arguments
 from ortops.trainable.metadata import (
@@ -60,6 +61,7 @@ from ortops.trainable.metadata import (
     LossPart,
     PredictionNote,
 )
+from ortops.trainable.step_graph import flatten
 from ortops.trainable.training_mode import TrainingCopies, copy_in_training_mode, reveal
 
 __all__ = [
@@ -127,9 +129,10 @@ def build_training_model(
         trainable: The parameters to train: names of initializers, patterns of names such as
             ``"head.*"``, or (patterns of) the scopes of the nodes that read them, such as
             ``"encoder.layer.5.*"``. The default is every weight that the loss depends on. Whether
-            an initializer is a weight is decided by the operators that read it: running statistics,
-            sizes, limits and other constants of an exporter are not (`ortops check` lists the
-            reasons). An initializer given by its exact name is always trained. Weights in Constant
+            an initializer is a weight is decided by the operators that read it and by its values:
+            running statistics, sizes, limits, masks, tables of sines and other constants are not
+            (a warning is logged if one may be a weight, and `ortops check` lists the reasons). An
+            initializer given by its exact name is always trained. Weights in Constant
             nodes, branches, loop bodies and functions count as well; they become initializers of
             the graph, and a warning is logged. If the model has an adapter (`ortops.lora`), the
             default is to train only the adapter.
@@ -294,6 +297,8 @@ def build_light(
     for message in plan.said:
         logger.warning("%s", message)
     made = plan.write(recipe_of({**settings, "batch_normalization": batch_normalization}))
+    if plan.unshaped:
+        plan.differentiate(made)
     result = LightModel(made.proto, external.returned(made.data))
     external.let_go(made)
     return result
@@ -394,6 +399,29 @@ class Plan:
             "groups": {n: difference(own, self.optimizer) for n, own in self.grouped.items()},
         }
         return {name: value for name, value in found.items() if value}
+
+    @property
+    def unshaped(self) -> list[str]:
+        """The inputs without a shape, with which few models can be differentiated."""
+        inputs = self.prepared.graph.inputs
+        of_tensors = (v for v in inputs if v.type is None or isinstance(v.type, ir.TensorType))
+        return [value.name or "" for value in of_tensors if value.shape is None]
+
+    def differentiate(self, made: LightModel) -> None:
+        """Differentiates what was written, and raises the error that a session would raise.
+
+        Raises:
+            OrtopsError: If that is not possible.
+        """
+        try:
+            lower_prepared(flatten(made).model)
+        except OrtopsError as error:
+            if not self.unshaped:
+                raise
+            raise ModelError(
+                f"model: input '{self.unshaped[0]}' has no shape, which its gradients need; "
+                'declare one, such as ["batch", 4], where names stand for any size'
+            ) from error
 
     def write(self, recipe: Mapping[str, Any] | None = None) -> LightModel:
         """Returns the trainable model, without the data of big tensors.

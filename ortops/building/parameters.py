@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import difflib
 import fnmatch
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,17 +19,19 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from ortops.building.tables import table_kind
+from ortops.building.tables import is_fixed_kernel, is_geometric, mask_kind, table_kind
 from ortops.errors import ModelError, did_you_mean
-from ortops.graph.edit import ELEMENTWISE, describe, inner_graphs
+from ortops.graph.edit import ELEMENTWISE, all_nodes, describe, inner_graphs
 from ortops.graph.files.external import ends
 from ortops.graph.tensor import constant_tensor
 
 __all__ = [
+    "UNREAD",
     "Choice",
     "Reader",
     "ScopeNames",
     "choose",
+    "listed_with_reasons",
     "matches",
     "names_in",
     "quantized",
@@ -89,6 +93,10 @@ _NORMALIZATIONS = frozenset(
     | {"RMSNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization"}
     | {"SkipSimplifiedLayerNormalization"}
 )
+
+_LEAST_IDENTITY = 9  # elements; smaller ones in products are often examples of weights
+
+_KERNELS = frozenset((name, 1) for name in ("Conv", "ConvTranspose", "FusedConv"))
 
 _SINGULAR = frozenset({("Log", 0), ("Sqrt", 0), ("Pow", 0), ("Reciprocal", 0), ("Div", 1)})
 """Operators, with an input, whose derivative is infinite or undefined at 0."""
@@ -152,6 +160,7 @@ class Choice:
         reasons: Why the others are not trained, by name.
         patterns: The names that each given name or pattern matches.
         said: Messages about automatic choices.
+        unexpected: Those of the others that may be weights, so that they are said.
     """
 
     floats: dict[str, ir.Value]
@@ -159,6 +168,27 @@ class Choice:
     reasons: dict[str, str] = field(default_factory=dict)
     patterns: dict[str, list[str]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
+    unexpected: set[str] = field(default_factory=set)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Does not train an initializer that was chosen."""
+        del self.trained[name]
+        self.reasons[name] = reason
+
+    def left_out(self, read: Container[ir.Value]) -> str:
+        """Returns a message about what is not trained although a user might expect it, or "".
+
+        Args:
+            read: What the loss is computed from.
+        """
+        found = [n for n in self.reasons if n in self.unexpected and self.floats.get(n) in read]
+        if not found:
+            return ""
+        shared = any(", shared by " in self.reasons[name] for name in found)
+        own = ", or ortops.surgery.untie gives each its own" if shared else ""
+        which = ("they are", "them") if len(found) > 1 else ("it is", "it")
+        listed = listed_with_reasons({name: self.reasons[name] for name in found})
+        return f"{listed}; {which[0]} not trained unless trainable= names {which[1]}{own}"
 
 
 def choose(
@@ -166,6 +196,7 @@ def choose(
     trainable: Sequence[str] | None,
     scopes: Mapping[str, ScopeNames],
     unnamed: str = "is not named in trainable",
+    constants: Container[str] = (),
 ) -> Choice:
     """Chooses the initializers to train, before it is known which of them the loss depends on.
 
@@ -176,6 +207,7 @@ def choose(
             trained.
         scopes: The scopes of the nodes that read each initializer (see `read_scopes`).
         unnamed: The reason why initializers that are not named are not trained.
+        constants: Those that the model has as Constant nodes.
 
     Raises:
         ModelError: If a name or pattern matches nothing, or something that cannot be trained.
@@ -183,12 +215,18 @@ def choose(
     floats = {name: value for name, value in weights.items() if _is_float(value)}
     # If all names are exact, as those of an adapter are, the values of gigabytes need not be read.
     reads = trainable is None or not all(pattern in floats for pattern in trainable)
-    found = ((name, why_not(value, reads=reads)) for name, value in floats.items())
-    reasons = {name: reason for name, reason in found if reason}
-    default = {name: value for name, value in floats.items() if name not in reasons}
+    reasons, unexpected = dict[str, str](), set[str]()
+    for name, value in floats.items():
+        if reason := why_not(value, reads=reads):
+            reasons[name] = reason
+            if _may_be_weight(reason, value, name in constants):
+                unexpected.add(name)
+    # The loss may read what no node reads.
+    default = {n: v for n, v in floats.items() if reasons.get(n, UNREAD) == UNREAD}
+    reasons = {name: reason for name, reason in reasons.items() if reason != UNREAD}
     if trainable is None:
-        said = _constants(reasons) + _untied(default) + _merged(default)
-        return Choice(floats, default, reasons, said=said)
+        said = _untied(default) + _merged(default)
+        return Choice(floats, default, reasons, said=said, unexpected=unexpected)
     choice = Choice(floats, {})
     for pattern in trainable:
         names = [pattern] if pattern in floats else _matched(pattern, default, scopes)
@@ -196,6 +234,7 @@ def choose(
             raise ModelError(f"trainable: {_why_no_match(pattern, weights, reasons, scopes)}")
         choice.patterns[pattern] = names
         choice.trained.update((name, floats[name]) for name in names)
+        choice.unexpected.update(_matched(pattern, unexpected, scopes))
     for pattern, names in choice.patterns.items():
         if pattern not in names:
             choice.said += _partial_matches(pattern, names, default, choice.trained, scopes)
@@ -228,9 +267,10 @@ def _why_no_match(
             + remedy
         )
     if refused := _matched(pattern, reasons, scopes):
+        listed = listed_with_reasons({name: reasons[name] for name in refused}, "which ")
         return (
-            f"'{pattern}' matches no weight, only '{refused[0]}', which {reasons[refused[0]]}; to "
-            "train it anyway, give its exact name"
+            f"'{pattern}' matches no weight, only {listed}; to train "
+            f"{'it' if len(refused) == 1 else 'one'} anyway, give its exact name"
         )
     floats = [name for name, value in weights.items() if _is_float(value)]
     hint = _nearest(pattern, floats, scopes) or did_you_mean(pattern, floats)
@@ -289,21 +329,33 @@ def _partial_matches(
 
 def readers(value: ir.Value) -> Iterator[Reader]:
     """Yields the nodes that read a value, directly or after nodes that only move its elements."""
-    seen: set[tuple[ir.Node, int]] = set()
-    pending = [value]
+    return (reader for reader in _ends(value) if isinstance(reader, Reader))
+
+
+def _ends(value: ir.Value) -> Iterator[Reader | ir.Value]:
+    """Yields the nodes that read a value (see `readers`), and the model's outputs that hold it."""
+    root, seen, pending = value.graph, {value}, [value]
     while pending:
-        for use in pending.pop().uses():
+        value = pending.pop()
+        moved: list[ir.Value] = []
+        for use in value.uses():
             node, index = use.node, use.idx
-            if (node, index) in seen:
-                continue
-            seen.add((node, index))
             inner = _inner_input(node, index)
             if inner is not None:
-                pending.append(inner)
+                moved.append(inner)
             elif index in _PASSING.get(node.op_type, ()) and node.domain in ("", _MICROSOFT):
-                pending += node.outputs
-            else:
+                moved += node.outputs
+            elif node.op_type not in ("Shape", "Size") or node.domain:
                 yield Reader(node, index)
+        if value.is_graph_output():
+            outer = _outer_output(value, root)
+            if outer is None:
+                yield value
+            else:
+                moved.append(outer)
+        new = [each for each in dict.fromkeys(moved) if each not in seen]
+        seen.update(new)
+        pending += new
 
 
 def quantized(values: Iterable[ir.Value]) -> dict[str, str]:
@@ -378,32 +430,46 @@ def why_not(value: ir.Value, *, reads: bool = True) -> str:
     """Returns why an initializer is not a weight, judging by its readers; empty if it is one.
 
     Some initializers in the places of weights are not: numbers and constant vectors that several
-    nodes share, which exporters make of constants in the source, and tables (see `table_kind`).
+    nodes share, which exporters make of constants in the source, the ones and zeros that they write
+    for normalizations without parameters, tables, masks and kernels (see `ortops.building.tables`).
 
     Args:
         value: The initializer.
         reads: Whether to look at its values, which tells tables from weights.
     """
-    found = list(readers(value))
+    passed = list(_ends(value))
+    found = [end for end in passed if isinstance(end, Reader)]
     reasons = [_why_not_for(reader, value) for reader in found]
-    if not reasons:
-        return "is read by no node"
-    if "" in reasons:
-        own = [reader for reader, reason in zip(found, reasons, strict=True) if not reason]
-        shared = _why_shared(own, found, value)
-        return shared or (_why_table(own, value) if reads else "")
-    return reasons[0]
+    for reader, reason in zip(found, reasons, strict=True):
+        if reason.startswith(_STATISTIC) and reader.node.inputs[reader.index] is value:
+            return reason  # even if dynamo, which stores equal ones once, made it a scale, too
+    if not passed:
+        return UNREAD
+    if not found and _size(value) == 1:
+        return "is one number, in an output"
+    if found and "" not in reasons:
+        return reasons[0]
+    own = [reader for reader, reason in zip(found, reasons, strict=True) if not reason]
+    shared = (_why_shared(own, found, value) or _why_written(own, value)) if own else ""
+    return shared or (_why_fixed(own, value) if reads else "")
 
 
-def _constants(reasons: Mapping[str, str]) -> list[str]:
-    """Returns a message about constants in the places of weights, from the reasons for them."""
-    found = {name: why for name, why in reasons.items() if why.startswith(_IN_PLACE_OF_WEIGHTS)}
-    if not found:
-        return []
-    name, why = next(iter(found.items()))
-    more = f" ({len(found)} initializers are constants like it)" if len(found) > 1 else ""
-    own = ", or ortops.surgery.untie gives each its own" if why.startswith("is all ") else ""
-    return [f"'{name}' {why}; it is not trained unless trainable names it{own}{more}"]
+def _may_be_weight(reason: str, value: ir.Value, is_constant: bool) -> bool:
+    """Whether a user might expect an initializer to be trained, in spite of the reason."""
+    if reason.startswith(_IN_PLACE_OF_WEIGHTS):
+        return True
+    if is_constant or _GENERATED.search(value.name or ""):
+        tensor = value.const_value
+        is_state = reason.startswith("is the initial_")  # exporters write zeros
+        return is_state and tensor is not None and bool(tensor.numpy().any())
+    return reason.startswith(_SETTINGS_LIKE_WEIGHTS)
+
+
+def listed_with_reasons(reasons: Mapping[str, str], joined: str = "") -> str:
+    """Returns the first of some initializers and why they are not trained, as text."""
+    found = [f"'{name}'{',' if joined else ''} {joined}{why}" for name, why in reasons.items()]
+    more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
+    return "; ".join(found[:8]) + more
 
 
 def _merged(trained: Mapping[str, ir.Value]) -> list[str]:
@@ -429,8 +495,20 @@ def _merged(trained: Mapping[str, ir.Value]) -> list[str]:
     ]
 
 
-_IN_PLACE_OF_WEIGHTS = ("is all ", "holds ")
-"""How the reasons of `_why_shared` and `_why_table` begin that a user might not expect."""
+UNREAD = "is read by no node"
+_STATISTIC = "is a running statistic"
+
+_IN_PLACE_OF_WEIGHTS = ("is all ", "holds ", "normalizes ")
+"""How the reasons begin that a user might not expect of an initializer of any name."""
+
+_GENERATED = re.compile(
+    r"^\d+$|^_?val_\d+$|^onnx::|Constant|Const([_:/\d]|$)|const_|^ortshared|_tensor_constant"
+    r"|running_(mean|var)$|^(zeros|ones|full|scalar_tensor_default|lift_fresh_copy)(_\d+)?$"
+)
+"""Names that exporters give to what is no parameter of a module."""
+
+_SETTINGS_LIKE_WEIGHTS = ("is one number", "is the initial_", "is the Y of Pow ")
+"""How the reasons begin that a user might not expect of an initializer with a name of its own."""
 
 
 def _why_shared(own: Sequence[Reader], found: Sequence[Reader], value: ir.Value) -> str:
@@ -444,31 +522,71 @@ def _why_shared(own: Sequence[Reader], found: Sequence[Reader], value: ir.Value)
     size, first = _size(value), describe(own[0].node)
     if len(found) > 1 and size == 1 and all(r.node.op_type in ELEMENTWISE for r in own):
         return f"is one number that {len(found)} nodes read, such as {first}"
-    scaling = [r for r in own if r.node.op_type in _NORMALIZATIONS and r.index in (1, 2)]
-    if len(scaling) > 1 and scaling == own and size and value.const_value is not None:
-        tensor = value.const_value
-        if tensor.numpy().flat[0] in (0, 1) and np.ptp(tensor.numpy().astype(np.float64)) == 0:
-            number = "zeros" if tensor.numpy().flat[0] == 0 else "ones"
-            return f"is all {number}, shared by {len(own)} normalizations, such as {first}"
     return ""
 
 
-def _why_table(own: Sequence[Reader], value: ir.Value) -> str:
-    """Returns what table a value holds, if all that read it as a weight can read a table."""
+def _why_written(own: Sequence[Reader], value: ir.Value) -> str:
+    """Returns whether an exporter wrote ones or zeros for normalizations without parameters.
+
+    Names tell: parameters are called after their module, ``encoder.norm.weight`` and
+    ``encoder.norm.bias``. Several normalizations share what has no such name.
+    """
+    tensor, name = value.const_value, value.name or ""
+    if tensor is None or not all(r.node.op_type in _NORMALIZATIONS and r.index < 3 for r in own):
+        return ""
+    values, is_generated = tensor.numpy(), _GENERATED.search(name) is not None
+    if not values.size or values.flat[0] not in (0, 1) or (values != values.flat[0]).any():
+        return ""
+    number, first = "ones" if values.flat[0] else "zeros", describe(own[0].node)
+    if len(own) > 1 and (is_generated or "." not in name):
+        return f"is all {number}, shared by {len(own)} normalizations, such as {first}"
+    others = (read for read in own[0].node.inputs[1:3] if read is not None and read is not value)
+    modules = [(other.name or "").rpartition(".")[0] for other in others]
+    is_odd = number == "zeros" and any(m and not name.startswith(f"{m}.") for m in modules)
+    if len(own) == 1 and (is_generated or is_odd):
+        return f"is all {number}, as if an exporter had written it, in {first}"
+    return ""
+
+
+def _why_fixed(own: Sequence[Reader], value: ir.Value) -> str:
+    """Returns what an initializer holds if its values tell that it is no weight, or empty."""
     tensor = value.const_value
     if tensor is None or any(reader.node.op_type in _NORMALIZATIONS for reader in own):
         return ""
-    kind = table_kind(tensor.numpy())
-    may_be_bias = any(_adds_bias(reader.node, reader.index) for reader in own)
-    if not kind or (may_be_bias and kind != "anchor points"):  # which are a matrix
-        return ""
-    return f"holds {kind}, in {describe(own[0].node)}"
+    values, where = tensor.numpy(), f", in {describe(own[0].node)}" if own else ""
+    if own and all(_is_kernel(values, reader) for reader in own):
+        return f"holds the kernel of a filter{where}"
+    kind = table_kind(values)
+    if not any((r.node.op_type, r.index) == ("Gather", 0) for r in own):
+        mask = mask_kind(values)
+        in_layer = any(reader.node.op_type in _PRODUCTS for reader in own)
+        is_small = mask == "a mask of 0 and 1" or values.size < _LEAST_IDENTITY
+        kind = kind if in_layer and is_small else mask or kind
+    is_vector = sum(size != 1 for size in values.shape) < 2
+    if is_vector and any(_adds_bias(reader.node, reader.index) for reader in own):
+        kind = ""
+    return f"holds {kind}{where}" if kind else ""
+
+
+def _is_kernel(values: npt.NDArray[Any], reader: Reader) -> bool:
+    """Whether values that a convolution reads are the kernel of a filter."""
+    node = reader.node
+    if (node.op_type, reader.index) not in _KERNELS:
+        return False
+    shapes = [None if read is None else read.shape for read in node.inputs[:2]]
+    known = [len(shape) for shape in shapes if shape is not None]
+    own = shapes[1]
+    if own is not None and own.is_static() and math.prod(own.numpy()) == values.size:
+        values = values.reshape(own.numpy())
+    return is_fixed_kernel(values, (known or [values.ndim])[0] - 2)
 
 
 def _adds_bias(node: ir.Node, index: int) -> bool:
     """Whether a node adds an input to a product."""
     if node.op_type == "Add" and not node.domain:
         return _is_bias(node, index)
+    if node.op_type in ("GRU", "LSTM", "RNN"):
+        return index == 3
     return node.op_type == "PRelu" or (node.op_type in _PRODUCTS and index == 2)
 
 
@@ -477,7 +595,7 @@ def _why_not_for(reader: Reader, value: ir.Value) -> str:
     node, index = reader.node, reader.index
     key = (node.domain, node.op_type)
     if key == ("", "BatchNormalization") and index in (3, 4):
-        return f"is a running statistic of {describe(node)}"
+        return f"{_STATISTIC} of {describe(node)}"
     if index in SETTINGS.get(key, ()):
         name = _formal_name(node, index)
         return f"is {'input' if name.isdigit() else 'the'} {name} of {describe(node)}"
@@ -486,7 +604,7 @@ def _why_not_for(reader: Reader, value: ir.Value) -> str:
             under = _function_of(node.outputs[0])
             return f"is one number, added under {describe(under)}" if under is not None else ""
         return f"is one number, in {describe(node)}"
-    if _is_frequency(node, index):
+    if _is_frequency(node, index, value):
         return f"holds the frequencies of a rotary embedding, in {describe(node)}"
     if _is_rotation(value, node, index):
         return f"holds the angles of a rotary embedding, in {describe(node)}"
@@ -526,19 +644,42 @@ def _source(value: ir.Value | None, passing: Collection[str]) -> ir.Value | None
     return None
 
 
-def _is_frequency(node: ir.Node, index: int) -> bool:
-    """Whether a node multiplies integer positions by the input, and only Sin and Cos read it."""
+def _is_frequency(node: ir.Node, index: int, value: ir.Value) -> bool:
+    """Whether a node multiplies positions by the input, and only Sin and Cos read the product."""
     if node.domain or node.op_type not in ("MatMul", "Mul", "Einsum") or len(node.inputs) != 2:
         return False
-    cast = _source(node.inputs[1 - index], _PASSING.keys() - {"Cast"})
-    producer = None if cast is None else cast.producer()
-    if producer is None or producer.op_type != "Cast":
-        return False
-    source = producer.inputs[0]
-    if source is None or source.dtype is None or not source.dtype.is_integer():
-        return False
     users = {reader.node.op_type for reader in readers(node.outputs[0])}
-    return bool(users) and users <= {"Sin", "Cos"}
+    if not users or not users <= {"Sin", "Cos"}:
+        return False
+    tensor = value.const_value
+    if tensor is not None and is_geometric(tensor.numpy()):
+        return True
+    return _counts(node.inputs[1 - index])
+
+
+def _counts(value: ir.Value | None) -> bool:
+    """Whether a value is computed from integers, and from nothing else but single numbers."""
+    pending, seen, counts = [value], {value}, False
+    while pending:
+        value = pending.pop()
+        if value is None:
+            continue
+        node, tensor = value.producer(), constant_tensor(value) or value.const_value
+        if value.dtype is not None and value.dtype.is_integer():
+            counts = True
+        elif tensor is not None:
+            steps = np.diff(tensor.numpy().astype(np.float64).ravel())
+            if len(steps) and np.ptp(steps) > 1e-4 * abs(steps[0]):
+                return False
+            counts = counts or len(steps) > 0
+        elif node is None:
+            return False
+        else:
+            counts = counts or node.op_type == "Range"
+            new = [read for read in node.inputs if read not in seen]
+            seen.update(new)
+            pending += new
+    return counts
 
 
 def _is_rotation(value: ir.Value, node: ir.Node, index: int) -> bool:
@@ -547,7 +688,7 @@ def _is_rotation(value: ir.Value, node: ir.Node, index: int) -> bool:
     if node.domain or node.op_type != "Mul" or table is None or table.size < 2:
         return False
     for use in node.outputs[0].uses():
-        other = use.node.inputs[1 - use.idx] if use.node.op_type == "Add" else None
+        other = use.node.inputs[1 - use.idx] if use.node.op_type in ("Add", "Sub") else None
         product = None if other is None else other.producer()
         if product is None or product.op_type != "Mul" or product is node:
             continue
@@ -595,6 +736,16 @@ def _inner_input(node: ir.Node, index: int) -> ir.Value | None:
         return None
     (body,) = inner_graphs(node)
     return body.inputs[index] if index < len(body.inputs) else None
+
+
+def _outer_output(value: ir.Value, root: ir.Graph | None) -> ir.Value | None:
+    """Returns the output of a node with subgraphs that receives an output of one of them."""
+    for node in () if root is None or value.graph is root else all_nodes(root):
+        for graph in inner_graphs(node):
+            if value in graph.outputs:
+                index = list(graph.outputs).index(value) - (node.op_type == "Loop")
+                return node.outputs[index] if 0 <= index < len(node.outputs) else None
+    return None
 
 
 def _formal_name(node: ir.Node, index: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
@@ -10,18 +11,20 @@ import onnx
 import onnx_ir as ir
 
 from ortops.arguments import choice
+from ortops.autodiff.rules import RULES
 from ortops.building.parameters import Choice, ScopeNames, choose, read_scopes
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph import convert
 from ortops.graph.adapters import Adapter, adapter_of
 from ortops.graph.convert import ModelLike
-from ortops.graph.edit import all_nodes, ancestor_nodes, read_inputs
+from ortops.graph.edit import all_nodes, ancestor_nodes, describe, read_inputs
 from ortops.graph.faults import write_vector_first
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.messages import describe_node
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names
-from ortops.graph.weights import Origin, lift
+from ortops.graph.weights import Origin, lift, weights
 from ortops.lowering import prepare
 from ortops.trainable.metadata import MAIN
 from ortops.trainable.training_mode import is_batch_normalization
@@ -101,8 +104,7 @@ class Place:
                 )
         left_out = [name for name in chosen.trained if name in self.updated]
         for name in left_out:
-            del chosen.trained[name]
-            chosen.reasons[name] = f"is trained by the entry '{self.updated[name]}'"
+            chosen.leave_out(name, f"is trained by the entry '{self.updated[name]}'")
         if left_out:
             others = "', '".join(dict.fromkeys(self.updated[name] for name in left_out))
             chosen.said.append(
@@ -140,6 +142,8 @@ def prepare_for_training(
             "model: it has training_info already; run it with TrainingSession, or get the model "
             "without it with TrainingSession.inference_model()"
         )
+    if trainable is None and (why := refused_without_weights(light)):
+        raise ModelError(f"trainable: the loss depends on no weight, only on {why}")
     adapter = adapter_of(proto.metadata_props)
     only_adapter = adapter is not None and trainable is None
     if adapter is not None and trainable is None:
@@ -156,7 +160,7 @@ def prepare_for_training(
         chosen = choose(graph.initializers, trainable, scopes, "belongs to the adapter's base")
         chosen.said.append(f"only the adapter is trained ({adapter}); trainable= selects others")
     else:
-        chosen = choose(graph.initializers, trainable, scopes)
+        chosen = choose(graph.initializers, trainable, scopes, constants=origins)
     place = place or Place()
     place.leave_out(chosen)
     frozen, statistics = _frozen(graph, chosen, batch_normalization)
@@ -171,7 +175,8 @@ def prepare_for_training(
         if not {entry.domain for entry in result.proto.opset_import} & {"", "ai.onnx"}:
             result.proto.opset_import.add(domain="", version=graph.opset_imports[""])
     graph = prepare(work).graph
-    chosen.floats = {n: graph.initializers[n] for n in chosen.floats if n in graph.initializers}
+    known = {v.name or "": v for node in graph for v in node.outputs} | dict(graph.initializers)
+    chosen.floats = {name: known[name] for name in chosen.floats if name in known}
     chosen.trained = {name: graph.initializers[name] for name in chosen.trained}
     names, visible = _names(graph, result.proto)
     visible.update(write_vector_first(result.proto.graph, graph))
@@ -180,6 +185,18 @@ def prepare_for_training(
     return Prepared(
         *(result, graph, names, visible, chosen, lifted, frozen, opset, scopes, adapter, place)
     )
+
+
+def refused_without_weights(light: LightModel) -> str:
+    """Returns the node without a gradient, and why, of a model that has no weights; else "".
+
+    It is fast for forests, whose attributes take gigabytes once they are numbers of Python.
+    """
+    for node in light.proto.graph.node:
+        reason = RULES.refusal(ir.Node(node.domain, node.op_type, [])) if node.domain else None
+        if reason and not any(math.prod(each.shape) > 1 for each in weights(light).values()):
+            return f"{describe_node(node)}: {reason}"
+    return ""
 
 
 def _checked(trainable: Sequence[str] | None) -> list[str] | None:
@@ -228,13 +245,21 @@ def _frozen(
     graph: ir.Graph, chosen: Choice, mode: BatchNormalization
 ) -> tuple[set[ir.Node], set[str]]:
     """Returns the layers in inference mode, and the names of the running statistics of others."""
-    trained = set(chosen.trained.values())
+    # A layer without parameters has what an exporter wrote, and learns as if it were trained.
+    written = (n for n in chosen.unexpected if chosen.reasons.get(n, "").startswith("is all "))
+    trained = {*chosen.trained.values(), *(chosen.floats[name] for name in written)}
     frozen, statistics = set[ir.Node](), set[str]()
     layers = [node for node in all_nodes(graph) if is_batch_normalization(node)]
     for node in layers:
         learns = any(not trained.isdisjoint(_sources(value)) for value in node.inputs[1:3])
         if mode == "frozen" or (mode == "auto" and not learns):
             frozen.add(node)
+        elif both := {*node.inputs[1:3]} & {*node.inputs[3:5]}:
+            names = sorted(str(value.name) for value in both if value is not None)
+            raise ModelError(
+                f"model: {describe(node)} has '{names[0]}' as a parameter and as a running "
+                "statistic, which it updates; ortops.surgery.untie(model) gives it one for each"
+            )
         else:
             statistics.update(v.name or "" for v in node.inputs[3:5] if v is not None)
     if mode != "frozen":

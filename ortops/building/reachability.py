@@ -7,7 +7,13 @@ from collections.abc import Container, Sequence
 import onnx_ir as ir
 
 from ortops.autodiff.rules import RULES
-from ortops.building.parameters import Choice, quantized
+from ortops.building.parameters import (
+    UNREAD,
+    Choice,
+    listed_with_reasons,
+    quantized,
+    why_not,
+)
 from ortops.errors import ModelError
 from ortops.graph.edit import ancestor_nodes, describe, read_inputs
 from ortops.graph.tensor import Tensor
@@ -27,16 +33,26 @@ def reached(choice: Choice, loss: Tensor) -> list[ir.Value]:
         ModelError: If the loss depends on none of them, or not on one that was named.
     """
     ancestors = RULES.ancestors(loss.value)
+    nodes = ancestor_nodes(loss.value, set())
+    read = {value for node in nodes for value in read_inputs(node)}
     for pattern, names in choice.patterns.items():
         if ancestors.isdisjoint(choice.trained[name] for name in names):
             more = "" if pattern in names else f", which '{pattern}' matches"
+            why = _why_unreached(choice.trained[names[0]], nodes)
             raise ModelError(
                 f"trainable: the loss does not depend on '{names[0]}'{more}; leave it out"
+                + (f" (it {why})" if why else "")
             )
-    for name, value in choice.trained.items():
+    stopped = {}
+    for name, value in list(choice.trained.items()):
         if value not in ancestors:
-            choice.reasons[name] = "has no effect on the loss"
-    chosen = {name: value for name, value in choice.trained.items() if value in ancestors}
+            if why := _why_unreached(value, nodes):
+                stopped[name] = why
+            unread = UNREAD if why_not(value, reads=False) == UNREAD else ""
+            choice.leave_out(name, why or unread or "has no effect on the loss")
+    chosen = choice.trained
+    choice.said += [f"not trained: {listed_with_reasons(stopped)}"] if stopped else []
+    choice.said += [said for said in [choice.left_out(read)] if said]
     if not chosen:
         found = quantized(loss.tape.graph.initializers.values())
         if found:
@@ -52,7 +68,7 @@ def reached(choice: Choice, loss: Tensor) -> list[ir.Value]:
                 raise ModelError(
                     f"trainable: the loss depends on no weight, only on {describe(node)}: {reason}"
                 )
-        others = _untrained_sources(choice, ancestors)
+        others = _untrained_sources(choice, read)
         raise ModelError(
             f"trainable: the loss depends on no floating-point initializer{others}; "
             "name what to train in trainable="
@@ -75,12 +91,37 @@ def passed_through(parameters: Sequence[ir.Value], loss: Tensor) -> set[ir.Value
     return from_parameters & {*RULES.ancestors(loss.value), *parameters}
 
 
-def _untrained_sources(choice: Choice, ancestors: Container[ir.Value]) -> str:
+def _untrained_sources(choice: Choice, read: Container[ir.Value]) -> str:
     """Returns the initializers that the loss depends on, and why they are not trained, as text."""
-    found = {n: why for n, why in choice.reasons.items() if choice.floats[n] in ancestors}
+    found = {n: why for n, why in choice.reasons.items() if choice.floats.get(n) in read}
     if not found:
         return ""
     if all(why.startswith("is one number") for why in found.values()):
         return f", only on scalars ({', '.join(found)})"
-    shown = ", ".join(f"'{name}', which {why}" for name, why in list(found.items())[:5])
-    return f", only on {shown}"
+    return f", only on {listed_with_reasons(found, 'which ')}"
+
+
+def _why_unreached(value: ir.Value, nodes: Container[ir.Node]) -> str:
+    """Returns the node between a weight and the loss whose derivative is 0, as text; or empty.
+
+    Args:
+        value: The weight.
+        nodes: The nodes that the loss is computed by.
+    """
+    pending, seen = [value], {value}
+    while pending:
+        for use in pending.pop().uses():
+            node = use.node
+            if node not in nodes or node.op_type in ("Shape", "Size"):
+                continue
+            if RULES.is_zero(node):
+                return (
+                    f"reaches the loss only through {describe(node)}, whose derivative is 0; "
+                    f'@ortops.vjp("{node.op_type}") can define another'
+                )
+            if not any(map(RULES.carries_cotangent, node.outputs)):
+                return f"reaches the loss only through integers, from {describe(node)}"
+            new = [output for output in node.outputs if output not in seen]
+            seen.update(new)
+            pending += new
+    return ""

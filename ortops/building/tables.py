@@ -3,11 +3,13 @@
 Spectrograms are matrix products or convolutions with windowed cosines, mel scales are products with
 triangular filters, and expected values are products with the numbers 0 … n. Detectors multiply
 distances by the sizes of the cells of grids, and add them to the centers of cells. Exporters write
-these tables as initializers, in the places of weights.
+these tables as initializers, in the places of weights, as well as masks, the identity, and kernels
+of filters. What is drawn at random, or trained, is none of these.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -15,13 +17,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["table_kind"]
+__all__ = ["is_fixed_kernel", "is_geometric", "mask_kind", "table_kind"]
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
 _SHORTEST = 8  # fewer numbers look like a table by chance
 _SAMPLES = 32
 _MOST_GRIDS = 6
+_FEWEST = 6  # rows with fewer turns are equal by chance
+_WIDEST = 2**14  # no position embedding has more features, but tables of embeddings have
+_MASKING = 1000  # numbers like it are added to scores, to make them vanish
 
 
 def table_kind(values: npt.NDArray[Any]) -> str:
@@ -31,9 +36,9 @@ def table_kind(values: npt.NDArray[Any]) -> str:
         values: Floating-point numbers of any shape; dimensions of size 1 do not count.
 
     Returns:
-        ``"equally spaced numbers"``, ``"a window function"``, ``"cosines"``, ``"the basis of a
-        Fourier transform"``, ``"triangular filters"``, ``"anchor points"``, ``"sizes of cells"``,
-        or an empty text.
+        ``"equally spaced numbers"``, ``"a window function"``, ``"cosines"``, ``"sines and
+        cosines"``, ``"the basis of a Fourier transform"``, ``"triangular filters"``, ``"anchor
+        points"``, ``"sizes of cells"``, or an empty text.
 
     Example:
         >>> table_kind(np.arange(16.0)), table_kind(np.hanning(400))
@@ -41,10 +46,15 @@ def table_kind(values: npt.NDArray[Any]) -> str:
         >>> table_kind(np.random.default_rng(0).standard_normal((16, 16)))
         ''
     """
-    shape = tuple(size for size in values.shape if size != 1)
+    table = values.reshape([size for size in values.shape if size != 1])
+    sines = table.ndim in (2, 3) and any(map(_is_sines, _sides(table)))
+    return _kind(table) or ("sines and cosines" if sines else "")
+
+
+def _kind(table: npt.NDArray[Any]) -> str:
+    shape = table.shape
     if len(shape) not in (1, 2) or max(shape) < _SHORTEST:
         return ""
-    table = values.reshape(shape)
     if table.ndim == 1:
         return _vector_kind(table)
     if min(shape) == 2:
@@ -53,6 +63,124 @@ def table_kind(values: npt.NDArray[Any]) -> str:
     sides = [rows for rows in (table, table.T) if rows.shape[1] >= _SHORTEST and len(rows) > 2]
     kinds = (kind for kind, is_kind in _MATRICES.items() if any(map(is_kind, sides)))
     return next(kinds, "")
+
+
+def mask_kind(values: npt.NDArray[Any]) -> str:
+    """Returns whether numbers are a mask; empty if not.
+
+    Returns:
+        ``"the identity"``, ``"a permutation"``, ``"a triangular mask"``, ``"a mask of 0 and 1"``,
+        the last with a number beyond ±1000 or minus infinity in place of 1, or an empty text.
+
+    Example:
+        >>> mask_kind(np.eye(3)), mask_kind(np.tri(3)), mask_kind(np.ones(3))
+        ('the identity', 'a triangular mask', '')
+    """
+    if len(np.unique(_float64(values.flat[:_SAMPLES]))) > 2:
+        return ""
+    marked = values != 0
+    kept = values[marked]
+    number = float(kept[0]) if 0 < kept.size < values.size else 0.0
+    if not (number == 1 or abs(number) >= _MASKING) or not (kept == kept[0]).all():
+        return ""
+    square = marked.reshape([size for size in values.shape if size != 1])
+    if number == 1 and square.ndim == 2 and all((square.sum(axis) == 1).all() for axis in (0, 1)):
+        return "the identity" if square.diagonal().all() else "a permutation"
+    is_square = square.ndim == 2 and square.shape[0] == square.shape[1]
+    ones = np.ones_like(square)
+    is_half = is_square and any((square == half(ones)).all() for half in (np.tril, np.triu))
+    return "a triangular mask" if number == 1 and is_half else f"a mask of 0 and {number:g}"
+
+
+def is_fixed_kernel(values: npt.NDArray[Any], rank: int) -> bool:
+    """Whether all channels have one kernel times a number, symmetric or antisymmetric on each axis.
+
+    Kernels that blur, interpolate or differentiate are, and their transposes count as equal. Zeros
+    and ones are no such kernels, as learned weights may start there.
+
+    Args:
+        values: The weight of a convolution.
+        rank: The number of its spatial axes, which are the last ones.
+
+    Example:
+        >>> sobel = np.outer([1, 2, 1], [1, 0, -1])
+        >>> is_fixed_kernel(np.stack([sobel, 2 * sobel.T])[:, None], 2)
+        True
+        >>> is_fixed_kernel(np.arange(9.0).reshape(1, 1, 3, 3), 2)
+        False
+    """
+    spatial = values.shape[values.ndim - rank :]
+    if not 0 < rank <= values.ndim or math.prod(spatial) < 2 or not values.size:
+        return False
+    kernels = values.reshape(-1, *spatial)
+    if not _is_symmetric(_float64(kernels[0]), values):  # before gigabytes are read
+        return False
+    flat = _float64(kernels).reshape(len(kernels), -1)
+    largest = flat[np.abs(flat).max(axis=1).argmax()].reshape(spatial)
+    error = 2 * _epsilon(values) * np.abs(largest).max()
+    if (values == 1).all() or not 0 < error < math.inf or not _is_symmetric(largest, values):
+        return False
+    others = np.ones(len(flat), bool)
+    for axes in itertools.permutations(range(rank)):
+        if largest.transpose(axes).shape == spatial:
+            form = largest.transpose(axes).ravel()
+            factors = flat @ form / (form @ form)
+            others &= np.abs(flat - factors[:, None] * form).max(axis=1) > error
+    return not others.any()
+
+
+def is_geometric(values: npt.NDArray[Any]) -> bool:
+    """Whether numbers grow or fall by one factor, as the frequencies of position embeddings."""
+    x = _float64(values).ravel()
+    if len(x) < 3 or not (x > 0).all():
+        return False
+    steps = np.diff(np.log(x))
+    return bool(abs(steps[0]) > 1e-2 and np.ptp(steps) <= max(1e-4, 4 * _epsilon(values)))
+
+
+def _is_symmetric(kernel: Array, values: npt.NDArray[Any]) -> bool:
+    error = 2 * _epsilon(values) * np.abs(kernel).max()
+    return all(
+        min(np.abs(kernel - flipped).max(), np.abs(kernel + flipped).max()) <= error
+        for flipped in (np.flip(kernel, axis) for axis in range(kernel.ndim))
+    )
+
+
+def _sides(table: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Returns a table with the features on the last axis, whichever they are."""
+    return [table.reshape(-1, table.shape[-1]), table.reshape(len(table), -1).T]
+
+
+def _is_sines(rows: npt.NDArray[Any]) -> bool:
+    """Whether rows are sines and cosines of positions times some frequencies.
+
+    Each pair of a sine and a cosine is a point of a circle, which turns by the same angle from row
+    to row, or by a few angles if the positions are those of a grid.
+    """
+    size = rows.shape[1] // 2 * 2
+    x = rows[: 2 * _SAMPLES, :size]
+    if len(x) < _FEWEST or not 4 <= size <= _WIDEST:
+        return False
+    halves = [x.reshape(len(x), part, 2, -1) for part in (1, 2) if size % (2 * part) == 0]
+    pairs = [(x[:, ::2], x[:, 1::2]), *((half[:, :, 0], half[:, :, 1]) for half in halves)]
+    pairs = [(sines, cosines) for sines, cosines in pairs if _turns(sines[-1:], cosines[-1:])]
+    return any(_turns(sines, cosines) for sines, cosines in pairs)
+
+
+def _turns(sines: Array, cosines: Array) -> bool:
+    """Whether points, one for each row and frequency, lie on a circle and turn by few angles."""
+    with np.errstate(invalid="ignore"):  # infinite numbers, which are refused below
+        points = (_float64(cosines) + 1j * _float64(sines)).reshape(len(sines), -1)
+    points = points[points.any(axis=1)]  # without rows of padding
+    radius = float(np.abs(points).max(initial=0))
+    if not 0 < radius < math.inf or np.ptp(np.abs(points)) > 2e-3 * radius:
+        return False
+    if len(points) == 1:
+        return True
+    turns = points[1:] / points[:-1]
+    angles = [len(np.unique(np.angle(turn * turn[0].conj()).round(2))) for turn in turns.T]
+    kinds = len(np.unique(np.abs(np.round(points.imag / radius, 2))))
+    return max(angles) <= max(3, len(turns) // 3) and kinds > 4
 
 
 def _vector_kind(values: npt.NDArray[Any]) -> str:

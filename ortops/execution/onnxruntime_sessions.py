@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -11,7 +12,7 @@ import onnx
 import onnxruntime
 
 from ortops.arguments import choice
-from ortops.errors import KernelError, OrtopsError, UnsupportedError, is_raised_by
+from ortops.errors import FREE_BATCH, KernelError, OrtopsError, UnsupportedError, is_raised_by
 from ortops.execution.memory import DeviceArray, Memory, device_of, ort_value
 from ortops.execution.placement import RECORDS, name_nodes
 from ortops.execution.providers import CPU, WEBGPU, Provider
@@ -251,6 +252,10 @@ def run_session(
     return {name: value.numpy() for name, value in zip(outputs, found, strict=True)}
 
 
+_SHAPES = re.compile("reshape|expand|broadcast|dimension|concat", re.IGNORECASE)
+"""Words of messages about shapes, as of a Reshape to the size of the batch at export."""
+
+
 @contextlib.contextmanager
 def errors_as_ours() -> Iterator[None]:
     """Converts exceptions of onnxruntime in a run to a KernelError.
@@ -265,6 +270,8 @@ def errors_as_ours() -> Iterator[None]:
     except Exception as error:  # onnxruntime's classes have no common base class
         if not is_raised_by(error, "onnxruntime", "ortops"):
             raise
+        is_of_shapes = _SHAPES.search(str(error)) is not None
         raise KernelError(
             f"onnxruntime: {str(error).strip()}; check values and shapes of the feeds"
+            + (f"; if the batch size is fixed, {FREE_BATCH}" if is_of_shapes else "")
         ) from error

@@ -593,7 +593,10 @@ class Tensor:
             ModelError: If it is unknown.
         """
         if self.value.shape is None:
-            raise ModelError(f"value '{self.name}': its rank is unknown; add a value_info for it")
+            also = " (an input: declare its shape)" if self.value.is_graph_input() else ""
+            raise ModelError(
+                f"value '{self.name}': its rank is unknown; add a value_info for it{also}"
+            )
         return len(self.value.shape)
 
     @property

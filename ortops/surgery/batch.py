@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,9 @@ _ROWS, _MORE_ROWS = 3, 2
 _UNKNOWN_SIZES = (32, 16, 64, 8, 128, 224, 640, 2)
 """The sizes to try for axes of unknown size, until the model runs."""
 
+_LARGEST_HIDDEN = 129
+"""Batch sizes to try are smaller, where nodes take another one than the shapes of inputs say."""
+
 _STATES = {"GRU": 2, "LSTM": 2, "RNN": 2}
 """Recurrent operators: their inputs from the fourth on have one entry per row, unlike weights."""
 
@@ -77,7 +81,8 @@ def free_batch(
         inputs: The inputs with the batch on axis 0, or a mapping from inputs to their batch axes.
             By default, those along which `ortops.TrainingSession.fit` cuts rows: the inputs whose
             axis 0 has the size of the first input's axis 0, or a name. A named axis counts as size
-            1, as nodes may still have been exported for this size.
+            1, as nodes may still have been exported for this size, or as the size with which the
+            model runs.
 
     Returns:
         A new model of the same opset. External data stay external, relative to the folder of the
@@ -112,7 +117,10 @@ def free_batch(
                     "(inputs=)"
                 )
     original = _open(proto, folder)
-    alone, fixed = _drawn(work.graph, axes, batch, original)
+    try:
+        alone, fixed = _drawn(work.graph, axes, batch, original)
+    except _CannotRunError:
+        batch, alone, fixed = _drawn_for_hidden_batch(work.graph, axes, original)
     freeing = _Freeing(work, axes, batch, alone, fixed)
     for node in list(work.graph):
         freeing.follow(node)
@@ -247,6 +255,26 @@ def _drawn(
             refusal = refusal or error
     assert refusal is not None
     raise refusal
+
+
+def _drawn_for_hidden_batch(
+    graph: ir.Graph, axes: Mapping[ir.Value, int], run: Run
+) -> tuple[int, list[dict[str, Array]], dict[str, Array]]:
+    """Returns the batch size that nodes were exported for, and what is drawn for it.
+
+    The inputs name their batch axis, and yet the model does not run with one row.
+
+    Raises:
+        _CannotRunError: If the model cannot run on such a batch either.
+    """
+    named = all(not isinstance((value.shape or [])[place], int) for value, place in axes.items())
+    shapes = (constant(node.inputs[1]) for node in graph if node.op_type in ("Expand", "Reshape"))
+    firsts = [int(shape[0]) for shape in shapes if shape is not None and shape.size and named]
+    sizes = {size for size in range(2, _LARGEST_HIDDEN) for n in firsts if n > 0 and n % size == 0}
+    for size in sorted(sizes, reverse=True):
+        with contextlib.suppress(_CannotRunError):
+            return size, *_drawn(graph, axes, size, run)
+    return 1, *_drawn(graph, axes, 1, run)
 
 
 def _random(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.arguments import whole_number
-from ortops.errors import FeedError
+from ortops.errors import FREE_BATCH, FeedError
 from ortops.training import tables
 from ortops.training.arrow import is_arrow, open_arrow
 from ortops.training.feeds import Checked, Feeds, Inputs, listed
@@ -223,12 +223,13 @@ def _check_rows(size: int, names: Iterable[str], inputs: Inputs, batch_size: int
                 raise FeedError(
                     f"data: '{name}' has {size} rows, but the model takes {inputs[name].shown} "
                     f"with every batch; give one array of this shape, batch_size={fixed}, or a "
-                    "model in which its batch dimension has the symbol that the other inputs have"
+                    "model in which its batch dimension has the symbol that the other inputs have "
+                    f"({FREE_BATCH})"
                 )
             raise FeedError(
                 f"data: '{name}' has {size} rows in batches of {batch_size}, but the model's batch "
                 f"size is fixed at {fixed}; give batch_size={fixed} and a multiple of {fixed} "
-                "rows, or a model whose batch dimension is a symbol"
+                f"rows, or a model whose batch dimension is a symbol ({FREE_BATCH})"
             )
     if not size:
         raise FeedError("data: there are no batches; give at least one row")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
-from ortops.errors import FeedError, OrtopsError, did_you_mean
+from ortops.errors import FREE_BATCH, FeedError, OrtopsError, did_you_mean
 from ortops.execution.step import Step
 from ortops.graph.labels import Labels, read_labels
 from ortops.graph.row_axes import RowAxes, row_axes, rows_to
@@ -617,7 +617,7 @@ class Inputs(dict[str, Input]):
         given = self.named(feeds)
         self._check_names(given)
         sizes: dict[str, tuple[int, str]] = {}
-        arrays = {}
+        arrays: dict[str, Array] = {}
         # A mapping that reads what it is asked for may read it into the same memory each time.
         holds = getattr(type(given), "__getitem__", None) is dict.__getitem__
         absent = [name for name in self if name not in given]
@@ -625,7 +625,7 @@ class Inputs(dict[str, Input]):
             self._check_there(name, given)
         for name, value in self.items():
             if name in given:
-                array = self._fit(value, _read(given, name), sizes)
+                array = self._fit(value, _read(given, name), sizes, arrays)
                 arrays[name] = array if holds else array.copy()
         for name in absent:
             empty = self._ones if name in self._weights else self._empty_past
@@ -670,20 +670,46 @@ class Inputs(dict[str, Input]):
         sizes = (a.shape[axes[n]] for n, a in arrays.items() if n in axes and a.ndim > axes[n])
         return next(sizes, 1)
 
-    def _fit(self, value: Input, given: object, sizes: dict[str, tuple[int, str]]) -> Array:
-        """Returns a value as the array that an input needs; explains one-hot labels."""
+    def _fit(
+        self,
+        value: Input,
+        given: object,
+        sizes: dict[str, tuple[int, str]],
+        others: Mapping[str, Array],
+    ) -> Array:
+        """Returns a value as the array that an input needs; explains one-hot labels, and batches.
+
+        Args:
+            value: The input.
+            given: The value.
+            sizes: The sizes of dimensions by symbol, with the inputs that have them.
+            others: The arrays of the inputs before it.
+        """
         labels = [accepted for name, accepted in self._labels if name == value.name]
         try:
             return value.fit(given, sizes)
         except FeedError as error:
             remedy = _remedy(value, given, labels)
             if not remedy:
+                if self._differs_in_rows(value, getattr(given, "shape", ()), others):
+                    raise FeedError(f"{error}; the batch size is fixed ({FREE_BATCH})") from error
                 raise
             array = to_array(f"feeds: '{value.name}'", given)
             raise FeedError(
                 f"feeds: '{value.name}' must be class numbers, {value.dtype}{value.shown}, got "
                 f"{array.dtype}{list(array.shape)}; {remedy}"
             ) from error
+
+    def _differs_in_rows(
+        self, value: Input, shape: Sequence[int], others: Mapping[str, Array]
+    ) -> bool:
+        """Whether a shape differs from that of an input by the number of its rows alone."""
+        dims, axis = value.dims or (), self.axis_of(value.name)
+        pairs = enumerate(zip(dims, shape, strict=False))
+        unlike = [n for n, (dim, size) in pairs if isinstance(dim, int) and dim != size]
+        if len(dims) != len(shape) or unlike != [axis]:
+            return False
+        return value.name in self.sampled or bool(others and shape[axis] == self._rows_in(others))
 
     def _warn_of_unshifted(self, arrays: Mapping[str, Array]) -> None:
         """Warns of labels of tokens that are the tokens of the same batch."""
