@@ -89,6 +89,24 @@ def test_nothing_else_changes(name: str, factor: str) -> None:
     assert is_scaled(made, "Mul")
 
 
+def test_products_in_branches_stay() -> None:
+    given = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 21]>
+        g (float[6, 40] d, float[40, 3] w, float s, bool c) => (float[6, 3] y) {
+            a = Abs (d)
+            z = Mul (a, s)
+            y = If (c) <
+                then_branch = g1 () => (float[6, 3] p) { q = MatMul (z, w) p = Abs (q) },
+                else_branch = g2 () => (float[6, 3] p) { q = MatMul (z, w) p = Neg (q) }
+            >
+        }""")
+    made = lowered(given, SCALED_GRADIENTS)
+    assert is_scaled(made, "Mul")
+    d, w = (np.ones(SHAPES[name], np.float32) for name in "dw")
+    (y,) = run_by_name(made, {"d": d, "w": w, "s": np.float32(2), "c": np.array(True)}).values()
+    np.testing.assert_allclose(y, 2 * WIDE)
+
+
 @pytest.mark.parametrize("symbol", ["batch", None])
 @pytest.mark.parametrize("ignore_index", [None, -100])
 def test_gradients_of_a_head(symbol: str | None, ignore_index: int | None) -> None:

@@ -54,7 +54,7 @@ def _scaled(node: ir.Node, tape: Tape) -> Result:
             continue
         if list(factor.shape) not in ([], [rows, 1]):
             continue
-        places = _places(y, columns)
+        places = _places(node, columns)
         if not places or sum(each.width for each in places) > _SHARE * columns:
             return None
         for place in places:
@@ -63,10 +63,13 @@ def _scaled(node: ir.Node, tape: Tape) -> Result:
     return None
 
 
-def _places(value: ir.Value, columns: int) -> list[_Place]:
-    """Returns where to multiply all products that read a value instead; none if that is unknown."""
+def _places(node: ir.Node, columns: int) -> list[_Place]:
+    """Returns where to multiply all products that read a result instead; none if unknown.
+
+    A body of Scan, Loop or If that reads it would compute the factors in each iteration.
+    """
     found: dict[ir.Node, _Place] = {}
-    pending = [value]
+    pending = [node.outputs[0]]
     while pending:
         current = pending.pop()
         if current.is_graph_output() or current.shape is None or current.shape[-1] != columns:
@@ -75,7 +78,7 @@ def _places(value: ir.Value, columns: int) -> list[_Place]:
             if user.op_type in ("Flatten", "Reshape") and not user.domain and index == 0:
                 pending.append(user.outputs[0])
                 continue
-            place = _place(user, index)
+            place = _place(user, index) if user.graph is node.graph else None
             if place is None or user in found:
                 return []
             found[user] = place
