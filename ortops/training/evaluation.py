@@ -14,7 +14,7 @@ import onnxruntime
 
 from ortops import metrics as metric_functions
 from ortops.arguments import whole_number
-from ortops.errors import ArgumentError, OrtopsError, did_you_mean
+from ortops.errors import ArgumentError, did_you_mean
 from ortops.execution.memory import Memory
 from ortops.execution.onnxruntime_sessions import run_session
 from ortops.execution.providers import CPU
