@@ -361,6 +361,9 @@ _FIXED: dict[str, tuple[str, str, npt.NDArray[np.float64]]] = {
         *("i = Cast <to = 1> (k)  p = Mul (i, w)  y = Cos (p)", "holds the frequencies"),
         np.array([1, 0.3, 0.2, 0.01, 0.005, 0.001]),
     ),
+    "angles of positions": ("y = Cos (w)", "angles", np.outer(np.arange(7), _DRAW.uniform(size=6))),
+    "angles that are learned": ("y = Cos (w)", "", _RANDOM((7, 6))),
+    "angles that start at 0": ("y = Sin (w)", "", np.zeros((7, 6))),
     "frequencies that are learned": ("p = Mul (t, w)  y = Sin (p)", "", _RANDOM(6)),
 }
 

@@ -606,7 +606,7 @@ def _why_not_for(reader: Reader, value: ir.Value) -> str:
         return f"is one number, in {describe(node)}"
     if _is_frequency(node, index, value):
         return f"holds the frequencies of a rotary embedding, in {describe(node)}"
-    if _is_rotation(value, node, index):
+    if _is_rotation(value, node) or _is_table_of_angles(value, node):
         return f"holds the angles of a rotary embedding, in {describe(node)}"
     if _normalizes_input(node, index):
         return f"normalizes the model's input, in {describe(node)}"
@@ -682,7 +682,17 @@ def _counts(value: ir.Value | None) -> bool:
     return counts
 
 
-def _is_rotation(value: ir.Value, node: ir.Node, index: int) -> bool:
+def _is_table_of_angles(value: ir.Value, node: ir.Node) -> bool:
+    """Whether a node computes sines or cosines of frequencies times positions, one after the other."""
+    if node.domain or node.op_type not in ("Sin", "Cos") or value.const_value is None:
+        return False
+    angles = np.squeeze(value.const_value.numpy()).astype(np.float64)
+    if angles.ndim < 2 or angles.shape[-2] < 3 or np.ptp(angles) == 0:
+        return False
+    return bool(np.abs(np.diff(angles, 2, axis=-2)).max() <= 1e-5 * np.abs(angles).max())
+
+
+def _is_rotation(value: ir.Value, node: ir.Node) -> bool:
     """Whether a node is one product of a · cos φ + b · sin φ, with tables of cosines and sines."""
     table = value.const_value
     if node.domain or node.op_type != "Mul" or table is None or table.size < 2:
