@@ -311,7 +311,7 @@ def infer_types(model: ir.Model) -> None:
 
 
 def infer_computed_types(model: ir.Model, *, in_file: bool = True) -> None:
-    """Infers types and shapes; those of outputs as they are computed, whatever is declared.
+    """Infers types and shapes as tensors are computed, whatever the model declares.
 
     Exporters declare wrong ranks, which seeds would get, too. Symbols and sizes that are not
     inferred are taken from a declared shape of the same rank.
@@ -319,18 +319,19 @@ def infer_computed_types(model: ir.Model, *, in_file: bool = True) -> None:
     Args:
         model: The model.
         in_file: Whether the result is a file, whose outputs need a shape: then, the declared shape
-            counts if none is inferred.
+            of an output counts if none is inferred. Those of other tensors always do.
     """
-    declared = {v: v.shape for v in model.graph.outputs if v.producer() is not None}
+    values = (value for node in model.graph if not node.domain for value in node.outputs)
+    declared = {value: value.shape for value in values if value.shape is not None}
     for value in declared:
         value.shape = None
     infer_types(model)
     for value, shape in declared.items():
-        found = value.shape
+        found, is_result = value.shape, value.is_graph_output()
         if found is None:
-            value.shape = shape if in_file else None
-        elif shape is not None and may_be_equal(found, shape):
-            pairs = zip(found, shape, strict=True)
+            value.shape = shape if in_file or not is_result else None
+        elif may_be_equal(found, shape) and (in_file or not is_result):
+            pairs = zip(found, shape or (), strict=True)
             value.shape = ir.Shape([d if is_unknown(f) else f for f, d in pairs])
 
 

@@ -472,6 +472,10 @@ def test_outputs_that_are_declared_with_a_wrong_shape(hidden: bool) -> None:
         <float[4,2] w = {{1,0,0,1,1,1,0,0}}> {{ {nodes} }}""")
         if not declared:
             model.graph.output[0].type.tensor_type.shape.SetInParent()
+        between = onnx.ValueInfoProto()
+        between.CopyFrom(model.graph.output[0])
+        between.name = "a"
+        model.graph.value_info.append(between)
         f = Function(model)
         _, pull = f.vjp(*given)
         tangent = f.jvp(given, (x, None) if hidden else (x,))[1]
@@ -489,3 +493,37 @@ def test_outputs_that_are_declared_with_a_wrong_shape(hidden: bool) -> None:
             if np.shape(found) != wanted.shape or not np.allclose(found, wanted, 1e-5, 1e-5):
                 wrong.append(f"{kind} of [{declared}]: {np.shape(found)}")
     assert not wrong, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")  # the exporter warns about itself
+def test_an_exported_file_that_declares_the_length_of_its_example(tmp_path: Path) -> None:
+    """PyTorch's dynamo exporter does, of an LSTM; the file runs with any length."""
+    import torch
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.LSTM(4, 8, 2, batch_first=True)
+            self.head = torch.nn.Linear(8, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.layers(x)[0])
+
+    torch.manual_seed(0)
+    module, file = Layers(), tmp_path / "model.onnx"
+    sizes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+    more: dict[str, Any] = {"dynamo": True, "dynamic_shapes": sizes, "verbose": False}
+    torch.onnx.export(module, (torch.randn(3, 5, 4),), str(file), **more)
+    x = torch.randn(2, 9, 4, requires_grad=True)
+    y = module(x)
+    seed = torch.randn_like(y)
+    y.backward(seed)
+    assert x.grad is not None
+    f = Function(file)
+    _, pull = f.vjp(x.detach().numpy())
+    np.testing.assert_allclose(pull(seed.numpy())[0], x.grad.numpy(), rtol=1e-4, atol=1e-5)
+    found = f.jacobian(x.detach().numpy())
+    expected = torch.autograd.functional.jacobian(module, x.detach()).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
