@@ -259,7 +259,7 @@ def test_exporters_name_the_batch_in_each_input(
         np.testing.assert_allclose(np.load(tmp_path / "y.npz")["y"], y, rtol=1e-6)
 
 
-ONE = """g (float[1,1,T] x) => (float[T] y) <float[1,1,3] w = {1,2,1}, int64[1] flat = {-1}>
+ONE = """g (float[1,1,T] x) => (float[T] y) <float[1,1,3] w = {1,2,3}, int64[1] flat = {-1}>
 { c = Conv<pads=[1,1]>(x, w) y = Reshape(c, flat) }"""
 ONE_WITH_ROWS = ONE.replace("float[T] y", "float[1,T,1] y").replace(
     "int64[1] flat = {-1}", "int64[3] flat = {1, -1, 1}"
@@ -271,7 +271,7 @@ ONE_WITH_ROWS = ONE.replace("float[T] y", "float[1,T,1] y").replace(
 def test_a_model_of_one_row_reads_the_time_whole(text: str, tmp_path: Path) -> None:
     """Axis 0 is the batch, also where only the time has a symbol: 300 are more than a batch."""
     x = drawn(1, 1, 300)
-    y = np.convolve(x[0, 0].astype(np.float64), [1, 2, 1], "same")
+    y = np.convolve(x[0, 0].astype(np.float64), [3, 2, 1], "same")
     y = y.reshape(1, 300, 1) if text == ONE_WITH_ROWS else y
     targets = drawn(*y.shape)
     data, made = {"x": x, "targets": targets}, session(text)
@@ -312,7 +312,7 @@ def test_a_model_of_one_row_refuses_several() -> None:
     with pytest.raises(OrtopsError, match=r"'y' must have the rows of the batch, got shape \[9\]"):
         made.predict({"x": x}, batch_size=1)
     with_rows = session(ONE_WITH_ROWS)
-    y = np.stack([np.convolve(row[0], [1, 2, 1], "same") for row in x.astype(np.float64)])
+    y = np.stack([np.convolve(row[0], [3, 2, 1], "same") for row in x.astype(np.float64)])
     found = with_rows.predict({"x": x}, batch_size=1, outputs="y")
     np.testing.assert_allclose(found, y[..., None], rtol=1e-5, atol=1e-5)
 

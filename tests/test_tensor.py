@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from violations import all_violations
 
 import ortops
 from ortops import Tape, Tensor, op
-from ortops.errors import ModelError
+from ortops.errors import ArgumentError, ModelError
+from ortops.graph import tensor as tensors
 from ortops.graph.tensor import constant_tensor
 
 Function = Callable[..., Any]
@@ -431,7 +433,6 @@ REFUSED: list[tuple[str, Function, type[Exception], str]] = [
     ("text", lambda x, i, b, u: x["a"], TypeError, "index must be integers, .* got 'a'"),
     ("two", lambda x, i, b, u: x[[0], [1]], TypeError, "cannot be combined with other"),
     ("mixed", lambda x, i, b, u: x[[0], 0], TypeError, "cannot be combined with other"),
-    ("beyond", lambda x, i, b, u: x[0, 0, 0], ModelError, "Unexpected axis value: 2"),
 ]
 
 
@@ -452,3 +453,79 @@ def test_a_constant_with_a_wrong_attribute_is_refused() -> None:
     node = ir.Node("", "Constant", [], [ir.AttrInt64s("value", [1, 2])], name="odd", num_outputs=1)
     with pytest.raises(ModelError, match="Constant node 'odd': Attribute 'value' is not of type"):
         constant_tensor(node.outputs[0])
+
+
+def test_text_is_a_constant() -> None:
+    texts = np.array([["a", "ü"], ["", "a"]])
+    with Tape(name="texts") as tape:
+        tape.output(op.Identity(texts), "y")
+        tape.output(op.Identity(texts.astype(object)), "same")
+        tape.output(op.Equal(tape.initializer("w", texts), "a"), "equal")
+    y, same, equal = run(tape.model(), {})
+    assert y.tolist() == same.tolist() == texts.tolist()
+    assert equal.tolist() == (texts == "a").tolist()
+    assert [node.op_type for node in tape.graph].count("Constant") == 2  # equal ones are shared
+    with Tape() as tape, pytest.raises(ModelError, match=r"numbers or of strings, got .*None"):
+        tape.constant([None])
+
+
+def test_operators_of_ai_onnx_ml_have_the_newest_version() -> None:
+    x = np.array([2, 1, 7])
+    with Tape(name="encoder") as tape:
+        of_x = tape.input("x", np.int64, ["n"])
+        given = {"keys_int64s": [1, 2], "values_floats": [0.5, 3], "default_float": -1}
+        tape.output(op.LabelEncoder(of_x, **given), "y")
+        tape.output(op.LabelEncoder(of_x, domain="ai.onnx.ml", **given), "z")
+    for found in run(tape.model(), {"x": x}):
+        np.testing.assert_array_equal(found, np.array([3, 0.5, -1], np.float32))
+
+
+def test_names_are_not_used_twice() -> None:
+    adds: list[Callable[[Tape], object]] = [
+        lambda tape: tape.input("x", np.float32, [2]),
+        lambda tape: tape.initializer("x", np.ones(2)),
+        lambda tape: tape.output(tape.constant(1) + 1, "x"),
+    ]
+    for first, second in itertools.product(adds, repeat=2):
+        with Tape(name="twice") as tape:
+            first(tape)
+            with pytest.raises(ModelError, match=r"graph 'twice': .* 'x'; choose another name"):
+                second(tape)
+
+
+def test_indices_out_of_range() -> None:
+    tape = Tape()
+    x = tape.input("x", np.float32, [2, "n", 3])
+    with tape, all_violations() as check:
+        for key, message in {
+            5: "index 5 is out of range for a dimension of 2 (axis 0)",
+            -3: "index -3 is out of range for a dimension of 2 (axis 0)",
+            np.int64(2): "index 2 is out of range for a dimension of 2 (axis 0)",
+            (Ellipsis, 3): "index 3 is out of range for a dimension of 3 (axis 2)",
+            (..., -4): "index -4 is out of range for a dimension of 3 (axis 2)",
+            (None, 2): "index 2 is out of range for a dimension of 2 (axis 0)",
+            (0, 0, 0, 0): "there are more indices than its 3 dimensions",
+        }.items():
+            with check(key), pytest.raises(ArgumentError, match=re.escape(message)):
+                x[key]
+        with check("array"), pytest.raises(ArgumentError, match="index 7 is out of range"):
+            x[[1, 7]]
+    assert x[-1, 100].shape == (3,)
+
+
+def test_a_tape_and_the_cache_of_shapes_keep_no_copies() -> None:
+    """Nor do they mistake one constant for another."""
+    large = np.zeros(1000)
+    with Tape() as tape:
+        constants = [tape.constant(large), tape.constant(large + 1), tape.constant(large.copy())]
+        assert constants[0].value is constants[2].value is not constants[1].value
+        shapes = [op.Expand(np.float32(1), np.full(20, n)).shape for n in (1, 2)]
+    assert shapes == [(1,) * 20, (2,) * 20]
+    assert all(len(content) <= 64 for *_, content in tape._constants)
+    before = set(tensors._inferred)
+    for number in range(3):
+        with Tape():
+            op.Add(np.full(1000, number, np.float32), 1)
+    added = [key for key in tensors._inferred if key not in before]
+    assert len(added) == 3
+    assert max(len(repr(key)) for key in added) < 1000

@@ -8,6 +8,8 @@ rules, losses, optimizers and whole models are written with them.
 from __future__ import annotations
 
 import contextvars
+import functools
+import hashlib
 import math
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -31,7 +33,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from ortops.errors import ModelError, OrtopsError
+from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph.files.external import without_data
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, is_map, name_tensors
 from ortops.graph.pooling import pooled_sizes
@@ -219,6 +221,7 @@ class Tape:
         self.nodes: list[ir.Node] = []
         self._emitted: set[ir.Node | None] = set()
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+        self._declared: set[str] = set()
         self.put_out: set[ir.Value] = set()
         self._made: dict[Hashable, object] = {}
         self._outer: list[contextvars.Token[Tape | None]] = []
@@ -251,8 +254,11 @@ class Tape:
             name: The input's name.
             dtype: Its element type.
             shape: Its dimensions: sizes, symbols, or None; None for an unknown rank.
+
+        Raises:
+            ModelError: If this tape has made an input, initializer or output of that name.
         """
-        value = _typed_value(self.names.unique(name), dtype, shape)
+        value = _typed_value(self._declare(name), dtype, shape)
         self.graph.inputs.append(value)
         return Tensor(self, value)
 
@@ -262,17 +268,20 @@ class Tape:
         Args:
             name: The initializer's name.
             array: Its value.
+
+        Raises:
+            ModelError: If this tape has made an input, initializer or output of that name.
         """
-        array = np.asarray(array)
-        value = _typed_value(self.names.unique(name), array.dtype, array.shape)
+        array = _storable(array)
+        value = _typed_value(self._declare(name), array.dtype, array.shape)
         value.const_value = _stored(array, value.name)
         self.graph.register_initializer(value)
         return Tensor(self, value)
 
     def constant(self, array: npt.ArrayLike) -> Tensor:
         """Returns a constant; equal constants of a tape share one node."""
-        array = np.asarray(array)
-        key = (str(array.dtype), array.shape, array.tobytes())
+        array = _storable(array)
+        key = (str(array.dtype), array.shape, _identity(array))
         if key not in self._constants:
             tensor = _stored(array)
             node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)])
@@ -283,6 +292,17 @@ class Tape:
             value.const_value = tensor
             self._constants[key] = value
         return Tensor(self, self._constants[key])
+
+    def _declare(self, name: str) -> str:
+        """Returns a free name for what a caller names, who must not have used it before."""
+        if not self.scope:  # rules name inputs of bodies alike
+            if name in self._declared:
+                raise ModelError(
+                    f"graph '{self.graph.name}': it already has an input, initializer or output "
+                    f"'{name}'; choose another name"
+                )
+            self._declared.add(name)
+        return self.names.unique(name)
 
     def subgraph(self, name: str) -> Tape:
         """Returns a tape for a new graph that can read the values of this one."""
@@ -304,6 +324,9 @@ class Tape:
         Args:
             tensor: The tensor.
             name: The output's name; the tensor's own by default.
+
+        Raises:
+            ModelError: If this tape has made an input, initializer or output of that name.
         """
         value = tensor.value
         if name is not None and value.name != name:
@@ -312,7 +335,7 @@ class Tape:
             )
             if not fresh:
                 value = op.Identity(tensor).value
-            value.name = self.names.unique(name)
+            value.name = self._declare(name)
         self.graph.outputs.append(value)
         return Tensor(self, value)
 
@@ -376,7 +399,9 @@ class Tape:
         Raises:
             ModelError: If the operator does not exist, or the inputs are invalid.
         """
-        schema = _schema(op_type, self.graph.opset_imports.get(domain, 1), domain)
+        if not domain and _is_of_ml(op_type):
+            domain = _ML
+        schema = _schema(op_type, self._version(domain), domain)
         values = self._operands(schema, inputs)
         while values and values[-1] is None:
             values.pop()
@@ -391,6 +416,12 @@ class Tape:
         self.append(node)
         self.infer(node)
         return tuple(Tensor(self, value) for value in node.outputs)
+
+    def _version(self, domain: str) -> int:
+        """Returns the version of a domain; if it is not imported yet, the newest one of onnx."""
+        if domain == _ML:
+            return self.graph.opset_imports.setdefault(domain, _newest_ml())
+        return self.graph.opset_imports.get(domain, 1)
 
     def _operands(
         self, schema: onnx.defs.OpSchema, inputs: Sequence[object]
@@ -447,7 +478,7 @@ class Tape:
         op_type = node.op_type
         if op_type in ("LessOrEqual", "GreaterOrEqual"):
             op_type = "Less"  # same types and shapes; onnx < 1.20 cannot infer them
-        schema = _schema(op_type, self.graph.opset_imports.get(node.domain, 1), node.domain)
+        schema = _schema(op_type, self._version(node.domain), node.domain)
         if not schema.has_type_and_shape_inference_function:
             _infer_types(node, schema)
             return
@@ -1096,6 +1127,19 @@ def _tape_of(op_type: str, inputs: Sequence[object]) -> Tape:
     return tape
 
 
+_ML = "ai.onnx.ml"
+
+
+@functools.cache
+def _newest_ml() -> int:
+    return max(each.since_version for each in onnx.defs.get_all_schemas() if each.domain == _ML)
+
+
+@functools.cache
+def _is_of_ml(op_type: str) -> bool:
+    return not onnx.defs.has(op_type) and bool(onnx.defs.has(op_type, _ML))
+
+
 def _schema(op_type: str, opset: int, domain: str) -> onnx.defs.OpSchema:
     try:
         return onnx.defs.get_schema(op_type, opset, domain)
@@ -1159,8 +1203,36 @@ def _array(given: object, dtype: np.dtype[Any] | None, where: str) -> Array:
     return converted
 
 
+def _storable(given: npt.ArrayLike) -> np.ndarray[Any, Any]:
+    """Returns an array that a tensor can hold; text as bytes, as in ONNX."""
+    array = np.asarray(given)
+    if array.dtype.kind not in "OSTU":
+        return array
+    texts = [each.encode() if isinstance(each, str) else each for each in array.ravel().tolist()]
+    if not all(isinstance(each, bytes) for each in texts):
+        raise ModelError(f"a constant must be an array of numbers or of strings, got {given!r}")
+    encoded = np.empty(len(texts), object)
+    encoded[:] = texts
+    return encoded.reshape(array.shape)
+
+
+def _identity(array: np.ndarray[Any, Any]) -> bytes:
+    """Returns the bytes of a small array, and a digest of those of a large one."""
+    if array.dtype == object:  # text
+        return repr(array.tolist()).encode()
+    if array.nbytes <= _DIGEST_SIZE:
+        return array.tobytes()
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return hashlib.blake2b(flat.data, digest_size=_DIGEST_SIZE).digest()
+
+
+_DIGEST_SIZE = 64  # bytes
+
+
 def _stored(array: np.ndarray[Any, Any], name: str | None = None) -> ir.TensorProtocol:
     """Converts an array to a tensor of onnx-ir."""
+    if array.dtype == object:
+        return ir.StringTensor(array, shape=ir.Shape(array.shape), name=name)
     if array.dtype.kind in "biuf" and array.dtype.isbuiltin:
         return ir.Tensor(array, name=name)
     return ir.tensor(array, name=name)  # supports all dtypes, but is slower
@@ -1207,7 +1279,10 @@ def _type_proto(value: ir.Value) -> onnx.TypeProto:
 
 
 def _inference_key(node: ir.Node, imports: Mapping[str, int]) -> tuple[object, ...] | None:
-    """Returns a key for the inference cache; None if the node has large constants or subgraphs."""
+    """Returns a key for the inference cache; None if the node has large constants or subgraphs.
+
+    Keys are small, so that the cache is: they have digests in place of constants.
+    """
     key: list[object] = [node.domain, node.op_type, *imports.items()]
     key += [bool(value.name) for value in node.outputs]
     for name, attribute in node.attributes.items():
@@ -1218,6 +1293,8 @@ def _inference_key(node: ir.Node, imports: Mapping[str, int]) -> tuple[object, .
             value = _content(cast(ir.TensorProtocol, value))
             if value is None:
                 return None
+        if isinstance(value, Sequence) and len(value) > _DIGEST_SIZE:
+            return None
         key += [name, tuple(value) if isinstance(value, Sequence) else value]
     for read in node.inputs:
         if read is None or not read.name:
@@ -1233,9 +1310,7 @@ def _content(tensor: ir.TensorProtocol) -> tuple[object, ...] | None:
     """Returns a hashable key for the content of a small tensor, and None for a big one."""
     if tensor.size > _SMALL:
         return None
-    strings = tensor.dtype == ir.DataType.STRING
-    content = tuple(tensor.numpy().flat) if strings else tensor.tobytes()
-    return tensor.dtype, *tensor.shape, content
+    return tensor.dtype, *tensor.shape, _identity(tensor.numpy())
 
 
 def _axes(axis: Axes) -> list[int] | None:
@@ -1446,10 +1521,13 @@ def _index(x: Tensor, key: tuple[object, ...]) -> Tensor:
                 slices.append(_bounds(part, axis))
             position += 1
         elif isinstance(part, int | np.integer) and not isinstance(part, bool):
+            _check_range(x, np.asarray(part), axis)
             slices.append((int(part), int(part) + 1 if part != -1 else _END, axis, 1))
             dropped.append(axis)
         else:
             indices = _indices(x, part)
+            if indices.constant is not None:
+                _check_range(x, indices.constant, axis)
             if indices.ndim == 0:
                 dropped.append(axis)
                 indices = op.Reshape(indices, [1])
@@ -1470,6 +1548,22 @@ def _index(x: Tensor, key: tuple[object, ...]) -> Tensor:
     if dropped:
         x = op.Squeeze(x, dropped)
     return op.Unsqueeze(x, added) if added else x
+
+
+def _check_range(x: Tensor, indices: Array, axis: int) -> None:
+    """Raises an ArgumentError if an index is out of range for an axis."""
+    if x.shape is None:
+        return
+    if axis >= len(x.shape):
+        raise ArgumentError(f"{x!r}: there are more indices than its {len(x.shape)} dimensions")
+    size = x.shape[axis]
+    if not isinstance(size, int):
+        return
+    wrong = indices[(indices < -size) | (indices >= size)]
+    if len(wrong):
+        raise ArgumentError(
+            f"{x!r}: index {wrong[0]} is out of range for a dimension of {size} (axis {axis})"
+        )
 
 
 _END = int(np.iinfo(np.int64).max)

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortops import metrics as metric_functions
-from ortops.arguments import whole_number
 from ortops.errors import ArgumentError, did_you_mean
 from ortops.execution.memory import Memory
 from ortops.execution.onnxruntime_sessions import run_session
@@ -479,9 +478,6 @@ class Evaluator:
         collate: Collate | None,
     ) -> Iterator[tuple[Mapping[str, Array], dict[str, Array]]]:
         """Returns the batches of a data set, each with the outputs for it."""
-        batch_size = whole_number("batch_size", batch_size, 1)
-        if any(data.inputs.fixed_rows(name) == 1 for name in data.inputs.sampled):
-            batch_size = 1
         source = data.open(batch_size=batch_size, collate=collate)
         if ema:  # raises an error before the first batch if there are no averages
             self._loaded.shared_metadata.averaged(self._loaded.arrays())
