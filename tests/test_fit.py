@@ -653,16 +653,16 @@ def test_all_rows_in_one_batch_of_a_fixed_size_need_no_batch_size() -> None:
         assert session.evaluate(rows)["loss"] != loss
 
 
-def test_a_batch_of_one_row_takes_rows_one_by_one() -> None:
-    """In evaluate and predict, where it changes nothing; a step has the rows that are asked for."""
+def test_a_batch_of_one_row_takes_several_only_one_by_one() -> None:
     session, rows = affine_session(batch=1), affine_batch(3)
     each = [{name: array[n : n + 1] for name, array in rows.items()} for n in range(3)]
-    assert session.evaluate(rows)["loss"] == session.evaluate(each)["loss"]
-    (y,) = session.predict({"x": rows["x"]}).values()
+    assert session.evaluate(rows, batch_size=1)["loss"] == session.evaluate(each)["loss"]
+    (y,) = session.predict({"x": rows["x"]}, batch_size=1).values()
     expected = [session.predict([{"x": one["x"]}])["y"][0] for one in each]
     np.testing.assert_array_equal(y, expected)
-    with pytest.raises(FeedError, match=r"fixed at 1; give batch_size=1 .*free_batch\(model\)"):
-        session.fit(rows, progress=False)
+    for use in (session.evaluate, session.predict, session.fit):
+        with pytest.raises(FeedError, match=r"fixed at 1; give batch_size=1 .*free_batch\(model\)"):
+            use(rows if use != session.predict else {"x": rows["x"]})
 
 
 HIDDEN = """<ir_version: 10, opset_import: ["": 21]>
