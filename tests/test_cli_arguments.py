@@ -257,26 +257,28 @@ def default_of(pair: Pair) -> Any:
     return inspect.signature(function).parameters[pair.argument].default
 
 
-def test_options_are_arguments(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "command", [pytest.param(each, marks=[pytest.mark.slow] * (each == "train")) for each in PAIRS]
+)
+def test_options_are_arguments(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain: dict[tuple[str, ...], dict[str, Any]] = {}  # the calls without the options
     with all_violations() as check:
-        for command, pairs in PAIRS.items():
-            for pair in pairs:
-                words = [*COMMANDS[command].split(), *(pair.reach or "").split()]
-                with check((command, pair.words)):
-                    found = called(pair, [*words, *pair.words.split()], monkeypatch)
-                    assert found[pair.argument] == pair.value
-                    for other in pairs:  # which the option leaves alone
-                        if other[1::3] == pair[1::3] and other.argument != pair.argument:
-                            default = default_of(other)
-                            assert found.get(other.argument, default) == default, other.words
-                if pair.reach is not None:
-                    with check((command, f"without {pair.words}")):
-                        key = (pair.function, *words)
-                        if key not in plain:
-                            plain[key] = called(pair, words, monkeypatch)
-                        found = plain[key]
-                        assert found.get(pair.argument, default_of(pair)) == default_of(pair)
+        for pair in PAIRS[command]:
+            words = [*COMMANDS[command].split(), *(pair.reach or "").split()]
+            with check(pair.words):
+                found = called(pair, [*words, *pair.words.split()], monkeypatch)
+                assert found[pair.argument] == pair.value
+                for other in PAIRS[command]:  # which the option leaves alone
+                    if other[1::3] == pair[1::3] and other.argument != pair.argument:
+                        default = default_of(other)
+                        assert found.get(other.argument, default) == default, other.words
+            if pair.reach is not None:
+                with check(f"without {pair.words}"):
+                    key = (pair.function, *words)
+                    if key not in plain:
+                        plain[key] = called(pair, words, monkeypatch)
+                    found = plain[key]
+                    assert found.get(pair.argument, default_of(pair)) == default_of(pair)
 
 
 RESULTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -453,6 +453,11 @@ def test_the_runner_of_onnx_runs_the_files(tmp_path: Path) -> None:
     assert result.errors == result.failures == result.unexpectedSuccesses == []
     refused = [case for case in cases() if case.refused and case.runs]
     assert len(result.expectedFailures) == len(refused)
+    shutil.rmtree(tmp_path / "training" / PLAIN / SET)
+    with pytest.raises(
+        ValueError, match=f"^{PLAIN}: ValueError: 0 data sets, but data.json says 1"
+    ):
+        FolderTest(CompleteReference, tmp_path / "training", __name__)
 
 
 # ------------------------------------------------------------------------------- the command

@@ -10,6 +10,8 @@ from typing import Any
 from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
 
+from ortops.conformance.files import read
+
 __all__ = ["FolderTest"]
 
 
@@ -23,6 +25,9 @@ class FolderTest(Runner):
         backend: A class as `onnx.backend.base.Backend`.
         folder: A folder that `ortops.conformance.files.write` has written.
         parent_module: The name of the module that the test classes are in.
+
+    Raises:
+        ValueError: If a case tests nothing: ONNX's runner would pass it.
 
     Example:
         >>> import tempfile, unittest
@@ -51,6 +56,9 @@ class FolderTest(Runner):
         self._test_kwargs = {}
         self._test_items = defaultdict(dict)
         home = Path(folder)
+        for each in read(home):
+            if each.flaw:
+                raise ValueError(f"{each.name}: {each.flaw}")
         for case in load_model_tests(data_dir=str(home.parent), kind=home.name):
             self._add_model_test(case, "Training")
         self.xfail("^test_refused_(?!training)")
