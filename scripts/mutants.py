@@ -68,7 +68,7 @@ ROOMS = {
         "test_predictions test_logits_in_parts test_fix_inputs test_untie "
         "test_weights_names test_lora test_lora_hostile test_pruning test_parameters "
         "test_sklearn_models test_float_types test_targets test_step_graph test_faults "
-        "test_deep_graphs test_ranks",
+        "test_deep_graphs test_ranks test_row_axes",
     ),
     "graph/files": room(
         "graph/files",

@@ -311,6 +311,18 @@ def test_a_model_of_one_row_refuses_several() -> None:
             use(data, batch_size=1)
     with pytest.raises(OrtopsError, match=r"'y' must have the rows of the batch, got shape \[9\]"):
         made.predict({"x": x}, batch_size=1)
+
+    class Sequences:  # of which each is a sample, with its own targets
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            return {"x": x[number], "targets": x[number, 0]}
+
+    for text in (ONE, ONE.replace("T", "9")):
+        loss = session(text).evaluate(Sequences(), batch_size=1)["loss"]
+        batches = [{"x": x[n : n + 1], "targets": x[n, 0]} for n in range(6)]
+        assert loss == session(text).evaluate(batches)["loss"]
     with_rows = session(ONE_WITH_ROWS)
     y = np.stack([np.convolve(row[0], [3, 2, 1], "same") for row in x.astype(np.float64)])
     found = with_rows.predict({"x": x}, batch_size=1, outputs="y")

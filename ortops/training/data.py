@@ -218,6 +218,8 @@ def _check_rows(size: int, names: Iterable[str], inputs: Inputs, batch_size: int
         inputs.say(inputs.rows.doubt)
     for name in names:
         fixed = inputs.fixed_rows(name)
+        if inputs.rows.fixed == 1 and name not in inputs.sampled:
+            continue
         if fixed is not None and size and (min(batch_size, size) != fixed or size % fixed):
             if inputs.sampled and name not in inputs.sampled:
                 raise FeedError(

@@ -550,15 +550,21 @@ class Inputs(dict[str, Input]):
     def stacked(self, samples: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Returns the values of several samples by name, with the axis of the rows in its place.
 
+        If the model takes one row at a time, a target without such an axis is that of the sample.
+
         Args:
             samples: The values of each input.
         """
-        return {
-            name: rows_to(self[name].array(values), axis)
-            if name in self and (axis := self.axis_of(name))
-            else values
-            for name, values in samples.items()
-        }
+        found: dict[str, Any] = {}
+        for name, values in samples.items():
+            is_whole = self.rows.fixed == 1 and name in self and name not in self.rows.axes
+            if is_whole and len(values) == 1:
+                found[name] = values[0]
+            elif name in self and (axis := self.axis_of(name)):
+                found[name] = rows_to(self[name].array(values), axis)
+            else:
+                found[name] = values
+        return found
 
     @property
     def needed(self) -> list[str]:

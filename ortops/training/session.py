@@ -433,7 +433,9 @@ class TrainingSession:
                 with ``{"discriminator": 2, "main": 1}``, the first two batches of an epoch are for
                 steps of the discriminator, the next one for a step of ``main``, and so on. Each
                 epoch begins a new cycle. A batch has the inputs of all these entries. ``loss`` is
-                the sum of their mean losses, each of which is ``<entry>.loss``.
+                the sum of their mean losses, each of which is ``<entry>.loss``; the learning rate
+                of each one's last step is ``<entry>.learning_rate``, and ``learning_rate`` that of
+                the entry named first.
             detect_anomaly: Whether to look for values that are not finite in the loss and the
                 variables after each step. If there are, the step is repeated, and the error names
                 the node that made the first of them, in the forward pass, the backward pass or the
