@@ -174,7 +174,7 @@ def prepare_for_training(
     chosen.floats = {n: graph.initializers[n] for n in chosen.floats if n in graph.initializers}
     chosen.trained = {name: graph.initializers[name] for name in chosen.trained}
     names, visible = _names(graph, result.proto)
-    visible.update(write_vector_first(result.proto.graph, graph))
+    visible.update(write_vector_first(result.proto, graph))
     for name in place.taken:
         names.take(name)
     return Prepared(
