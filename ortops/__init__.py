@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ortops.delayed_imports import delay_sympy
+from ortops.delayed_imports import delay_signals, delay_sympy
 
 if TYPE_CHECKING:
     from ortops import (
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 delay_sympy()
+delay_signals()
 
 __all__ = [
     "ArgumentError",

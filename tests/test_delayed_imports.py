@@ -1,9 +1,13 @@
 """SymPy is imported when onnx-ir computes with symbolic dimensions, and not before."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 LOADED = """
 import sys
@@ -137,3 +141,43 @@ def directly():
     return torch.ones(2).sum().item()
 """
     assert printed(code + THREADS) == ["2.0"] * 4 + ["5"] * 4
+
+
+INTERRUPTED = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+import ortops
+
+for name in ("SIGINT", "SIGTERM"):
+    os.environ["SIGNAL"] = name
+    try:
+        ortops.TrainingSession
+    except BaseException as error:
+        print(type(error).__name__)
+del os.environ["SIGNAL"]
+import onnxruntime
+print(onnxruntime.imported)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_while_onnxruntime_is_imported_is_handled_after_that(tmp_path: Path) -> None:
+    """What a handler raises within the import becomes an ImportError, as in pybind11."""
+    (tmp_path / "onnxruntime.py").write_text(
+        """
+import os, signal
+
+try:
+    if "SIGNAL" in os.environ:
+        os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
+        sum(range(1000))
+except BaseException as error:
+    raise ImportError("initialization failed") from error
+imported = True
+"""
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, env=environment
+    )
+    assert done.stdout.split() == ["KeyboardInterrupt", "SystemExit", "True"], done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import onnx
@@ -85,6 +86,9 @@ def test_products_with_vectors() -> None:
             gradient = ortops.derivatives.gradient(scalar, xs=["x"], lowered=True)
             with check((name, "TrainingSession")):
                 close(session.gradients(batch)["w"], dw.T if left else dw)
+            with check((name, "plain call of a Function")):
+                close(ortops.Function(given)(X, zero), y)
+                close(ortops.Function(given, outputs=["p"])(X, zero), W @ X)
             with check((name, "Function")):
                 close(function.value_and_grad(X, zero, wrt="x")[1], dx)
                 close(function.hessian(X, zero, wrt="x"), hessian)
@@ -93,6 +97,34 @@ def test_products_with_vectors() -> None:
                     close(results(trainable, level, ZERO)[0], y)
                     close(results(session.inference_model(), level, ZERO)[0], y)
                     close(results(gradient, level, ZERO)[-1], dx)
+
+
+def test_products_with_vectors_in_functions() -> None:
+    """A function may also be called with a matrix, for which its product is right."""
+    given = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21, "f": 1]>
+        g (float[4] x, float zero) => (float[3] y, float[3, 3] z)
+        <float[4, 3] w = {{{", ".join(map(str, W.T.ravel().tolist()))}}}> {{
+            m = Add (w, zero)
+            y = f.Outer (m, x)
+            z = f.Product (m, m)
+        }}
+        <opset_import: ["": 21, "f": 1], domain: "f"> Outer (a, b) => (c) {{ c = f.Product (a, b) }}
+        <opset_import: ["": 21], domain: "f"> Product (a, b) => (c) {{
+            t = Transpose <perm = [1, 0]> (a) c = MatMul (t, b)
+        }}""")
+    trainable = ortops.build_training_model(
+        given, loss="MeanSquaredError", optimizer="SGD", trainable=["w"]
+    )
+    session = ortops.TrainingSession(trainable)
+    with all_violations() as check:
+        for level, (name, model) in itertools.product(
+            LEVELS, {"trainable": trainable, "trained": session.inference_model()}.items()
+        ):
+            with check((level, name)):
+                assert len(model.functions) == 2
+                y, z = results(model, level, ZERO)[:2]
+                np.testing.assert_allclose(y, W @ X, rtol=1e-5)
+                np.testing.assert_allclose(z, W @ W.T, rtol=1e-5)
 
 
 def test_products_with_vectors_on_a_tape() -> None:

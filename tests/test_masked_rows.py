@@ -17,7 +17,8 @@ import ortops
 Numbers = np.ndarray
 MASK = np.array([[0, 0, -np.inf], [-np.inf, -np.inf, -np.inf]])
 S, V = np.random.default_rng(0).normal(size=(2, 2, 3))  # scores, and values (transposed)
-GUARD = "bad = IsNaN (p) zero = Constant <value = float {0}> ()"
+ZERO = "zero = Constant <value = float {0}> ()"
+GUARD = f"bad = IsNaN (p) {ZERO}"
 
 
 def softmax(s: Numbers, axis: int = -1) -> Numbers:
@@ -47,6 +48,25 @@ CASES: dict[str, tuple[str, Callable[[Numbers], Numbers]]] = {
     ),
     "not NaN": (
         f"{ADDED} p = Softmax (a) {GUARD} good = Not (bad) y = Where (good, p, zero)",
+        masked,
+    ),
+    "p != p": (
+        f"""{ADDED} p = Softmax (a) same = Equal (p, p) {ZERO} bad = Not (same)
+        y = Where (bad, zero, p)""",
+        masked,
+    ),
+    "p == p": (
+        f"{ADDED} p = Softmax (a) {ZERO} same = Equal (p, p) y = Where (same, p, zero)",
+        masked,
+    ),
+    "nan_to_num": (
+        f"""{ADDED} p = Softmax (a) {GUARD} q = Where (bad, zero, p) large = IsInf (p)
+        above = Greater (p, zero) both = And (large, above) y = Where (both, zero, q)""",
+        masked,
+    ),
+    "not p == p, twice": (
+        f"""{ADDED} p = Softmax (a) {ZERO} same = Equal (p, p) bad = Not (same) good = Not (bad)
+        y = Where (good, p, zero)""",
         masked,
     ),
     "exp of LogSoftmax": (

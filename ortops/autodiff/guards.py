@@ -1,7 +1,8 @@
 """Values that may be NaN where a model replaces them, so that gradients must not read the NaN.
 
 A Softmax of a row that a mask excludes entirely is NaN. Exporters write PyTorch's attention with
-``Where(IsNaN(p), 0, p)`` behind it. The cotangent of such an element is 0, but 0 times NaN is NaN.
+``Where(IsNaN(p), 0, p)`` behind it, or ``Where(p != p, 0, p)``. The cotangent of such an element is
+0, but 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def guarded_values(nodes: Iterable[ir.Node]) -> frozenset[ir.Value]:
     """
     found: set[ir.Value] = set()
     for node in nodes:
-        value = node.inputs[0] if node.op_type == "IsNaN" and not node.domain else None
+        value, _ = _tested(node)
         if value is not None and all(_replaces_nan(user, value) for user, _ in value.uses()):
             found |= _since_softmax(value)
     return frozenset(found)
@@ -52,16 +53,26 @@ def without_nan(x: Tensor) -> Tensor:
 
 def _replaces_nan(user: ir.Node, value: ir.Value) -> bool:
     """Whether a reader of a value does not read its NaN."""
-    if user.op_type in ("IsNaN", "Shape", "Size"):
+    if user.op_type in ("Shape", "Size") or user.outputs[0].dtype == ir.DataType.BOOL:
         return True
     if user.op_type != "Where" or user.domain:
         return False
     condition, if_true, if_false = user.inputs
-    other, negated = if_true, producer_of(condition, "Not")
-    if negated is not None:
-        condition, other = negated.inputs[0], if_false
-    test = producer_of(condition, "IsNaN")
-    return test is not None and test.inputs[0] is value and other is not value
+    negated = False
+    while (inverse := producer_of(condition, "Not")) is not None:
+        condition, negated = inverse.inputs[0], not negated
+    tested, is_nan = _tested(producer_of(condition))
+    return tested is value and (if_true if is_nan != negated else if_false) is not value
+
+
+def _tested(node: ir.Node | None) -> tuple[ir.Value | None, bool]:
+    """Returns what a node tests for NaN, and whether it is true for NaN; None for other nodes."""
+    if node is None or node.domain or node.op_type not in ("Equal", "IsNaN"):
+        return None, False
+    if node.op_type == "IsNaN":
+        return node.inputs[0], True
+    same = node.inputs[0] is node.inputs[1]  # NaN is not equal to itself
+    return (node.inputs[0] if same else None), False
 
 
 def _since_softmax(value: ir.Value) -> set[ir.Value]:

@@ -179,7 +179,7 @@ def prepare_for_training(
     chosen.floats = {name: known[name] for name in chosen.floats if name in known}
     chosen.trained = {name: graph.initializers[name] for name in chosen.trained}
     names, visible = _names(graph, result.proto)
-    visible.update(write_vector_first(result.proto.graph, graph))
+    visible.update(write_vector_first(result.proto, graph))
     for name in place.taken:
         names.take(name)
     return Prepared(

@@ -35,6 +35,7 @@ from ortops.functions.residuals import divide
 from ortops.garbage_collection import pause_collection
 from ortops.graph import convert
 from ortops.graph.edit import RANDOM, all_nodes, is_float, prune
+from ortops.graph.faults import is_affected
 from ortops.graph.files import external
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, name_gradients
 from ortops.graph.folding import fold
@@ -365,6 +366,8 @@ class Source:
             _feed(model.graph, request.fed)
             if has_domain(self._light.proto):
                 model = lower_ir(model)
+            elif is_affected(self._model.graph):
+                model = prepare(model)
             return Program(model, self._sessions, list(self.outputs), [], lowered=True)
         model, outputs, seeds = self._model_for(request)
         divided = request.kind == "vjp"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -28,6 +28,7 @@ __all__ = [
     "Fault",
     "avoid",
     "disabled_optimizers",
+    "is_affected",
     "pad_axes",
     "said",
     "use_exact_products",
@@ -167,79 +168,97 @@ def avoid(graph: ir.Graph, names: Names | None = None) -> None:
         graph: A graph with inferred types, changed in place, with its subgraphs.
         names: The names used in it.
     """
+    products, convolutions = list(_products_with_vectors(graph)), list(_padded_weights(graph))
+    if not products and not convolutions:
+        return
     names = names or Names(graph)
-    _avoid_matrix_times_vector(graph, names)
-    _avoid_padded_weights(graph, names)
+    for node, matrix, perm in products:
+        _put_vector_first(node, matrix, perm, names)
+    for node, index, value in convolutions:
+        tape = Tape(cast(ir.Graph, node.graph), before=node, names=names)
+        same = op.Reshape(tape.tensor(value), [0] * _rank(value) if index == 1 else [-1])
+        node.replace_input_with(index, same.with_shape_of(tape.tensor(value)).value)
 
 
-def _avoid_padded_weights(graph: ir.Graph, names: Names) -> None:
-    """Separates each Pad from a convolution of which it computes the weight or the bias."""
-    for node in list(all_nodes(graph)):
+def is_affected(graph: ir.Graph) -> bool:
+    """Whether `avoid` would change a graph."""
+    return any(True for each in (_products_with_vectors, _padded_weights) for _ in each(graph))
+
+
+def _padded_weights(graph: ir.Graph) -> Iterator[tuple[ir.Node, int, ir.Value]]:
+    """Yields convolutions with each weight or bias that a Pad computes."""
+    for node in all_nodes(graph):
         if node.op_type != "Conv" or node.domain:
             continue
         for index, value in enumerate(node.inputs):
             before = producer_of(value, *_REMOVABLE, "Pad")
             while before is not None and before.op_type in _REMOVABLE:
                 before = producer_of(before.inputs[0], *_REMOVABLE, "Pad")
-            if not index or value is None or before is None:
-                continue
-            tape = Tape(cast(ir.Graph, node.graph), before=node, names=names)
-            same = op.Reshape(tape.tensor(value), [0] * _rank(value) if index == 1 else [-1])
-            node.replace_input_with(index, same.with_shape_of(tape.tensor(value)).value)
+            if index and value is not None and before is not None:
+                yield node, index, value
 
 
-def _avoid_matrix_times_vector(graph: ir.Graph, names: Names) -> None:
-    """Replaces products of computed matrices with vectors by products of vectors with matrices."""
-    for node in list(all_nodes(graph)):
+def _products_with_vectors(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value, list[int]]]:
+    """Yields products of computed matrices with vectors, and the order that transposes those."""
+    for node in all_nodes(graph):
         if node.op_type != "MatMul" or node.domain:
             continue
         matrix, vector = node.inputs
         rank = _rank(matrix)
         if matrix is None or rank < 2 or _rank(vector) != 1 or producer_of(matrix) is None:
             continue
-        if producer_of(matrix, "Constant") is not None:
-            continue
-        perm = [*range(rank - 2), rank - 1, rank - 2]
-        before = producer_of(matrix, "Transpose")
-        if before is not None and before.attributes.get_ints("perm", [1, 0]) == perm:
-            factor, perm = before.inputs[0], []
-        else:
-            name = names.unique(f"{node.name or node.op_type}/Transpose")
-            attributes = [ir.AttrInt64s("perm", perm)]
-            transpose = ir.Node("", "Transpose", [matrix], attributes, name=name)
-            factor = transpose.outputs[0]
-            factor.name, factor.type = names.unique(f"{name}_output"), matrix.type
-            if matrix.shape is not None:
-                factor.shape = ir.Shape([matrix.shape[axis] for axis in perm])
-            assert node.graph is not None
-            node.graph.insert_before(node, [transpose])
-        node.replace_input_with(0, vector)
-        node.replace_input_with(1, factor)
-        node.meta[_SWAPPED] = perm
+        if producer_of(matrix, "Constant") is None:
+            yield node, matrix, [*range(rank - 2), rank - 1, rank - 2]
 
 
-def write_vector_first(proto: onnx.GraphProto, graph: ir.Graph) -> list[str]:
-    """Changes a graph like the one of which `avoid` was called.
+def _put_vector_first(node: ir.Node, matrix: ir.Value, perm: list[int], names: Names) -> None:
+    before = producer_of(matrix, "Transpose")
+    if before is not None and before.attributes.get_ints("perm", [1, 0]) == perm:
+        factor, perm = before.inputs[0], []
+    else:
+        name = names.unique(f"{node.name or node.op_type}/Transpose")
+        transpose = ir.Node("", "Transpose", [matrix], [ir.AttrInt64s("perm", perm)], name=name)
+        factor = transpose.outputs[0]
+        factor.name, factor.type = names.unique(f"{name}_output"), matrix.type
+        if matrix.shape is not None:
+            factor.shape = ir.Shape([matrix.shape[axis] for axis in perm])
+        assert node.graph is not None
+        node.graph.insert_before(node, [transpose])
+    vector = node.inputs[1]
+    node.replace_input_with(0, vector)
+    node.replace_input_with(1, factor)
+    node.meta[_SWAPPED] = perm
+
+
+def write_vector_first(proto: onnx.ModelProto, graph: ir.Graph) -> list[str]:
+    """Changes a model like its graph, of which `avoid` was called.
 
     Args:
-        proto: The graph, with the same names; changed in place. Functions stay as they are.
-        graph: The changed graph.
+        proto: The model, with the same names; changed in place. Where a function has such products,
+            which may be right in other calls, a Max of one tensor keeps them from being fused.
+        graph: The changed graph, with its functions inlined.
 
     Returns:
         The names of new tensors.
     """
     changed = {node.outputs[0].name: node for node in all_nodes(graph) if _SWAPPED in node.meta}
-    return _write(proto, changed) if changed else []
+    added = _write(proto.graph, changed) if changed else []
+    for function in proto.functions if changed else ():  # what is left is in functions
+        for node in [each for each in function.node if each.op_type == "MatMul"]:
+            same = onnx.helper.make_node("Max", node.input[:1], [f"{node.output[0]}_matrix"])
+            function.node.insert(list(function.node).index(node), same)
+            node.input[0] = same.output[0]
+    return added
 
 
-def _write(proto: onnx.GraphProto, changed: Mapping[str | None, ir.Node]) -> list[str]:
+def _write(proto: onnx.GraphProto, changed: dict[str | None, ir.Node]) -> list[str]:
     added: list[str] = []
     for node in list(proto.node):
         for inner in node_graphs(node):
             added += _write(inner, changed)
-        if node.op_type != "MatMul" or node.output[0] not in changed:
+        product = changed.pop(node.output[0], None) if node.op_type == "MatMul" else None
+        if product is None:
             continue
-        product = changed[node.output[0]]
         perm, factor = product.meta[_SWAPPED], product.inputs[1]
         assert factor is not None
         assert factor.name is not None
