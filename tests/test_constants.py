@@ -530,7 +530,7 @@ _MOVES = {
 
 
 @pytest.mark.parametrize("case", _MOVES)
-@pytest.mark.parametrize("trainable", [None, ["*"]], ids=["default", "*"])
+@pytest.mark.parametrize("trainable", [None, pytest.param(["*"], marks=pytest.mark.slow)])
 def test_a_weight_is_trained_that_only_the_loss_reads(
     case: str, trainable: list[str] | None
 ) -> None:

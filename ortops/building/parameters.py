@@ -223,9 +223,9 @@ def choose(
             reasons[name] = reason
             if _may_be_weight(reason, value, name in constants):
                 unexpected.add(name)
-    # The loss may read what no node reads.
-    default = {n: v for n, v in floats.items() if reasons.get(n, UNREAD) == UNREAD}
-    reasons = {name: reason for name, reason in reasons.items() if reason != UNREAD}
+    for name in [n for n, why in reasons.items() if why == UNREAD and n not in constants]:
+        del reasons[name]  # the loss may read it
+    default = {name: value for name, value in floats.items() if name not in reasons}
     if trainable is None:
         said = _untied(default) + _merged(default)
         return Choice(floats, default, reasons, {}, said, unexpected, constants)
