@@ -90,7 +90,9 @@ def _outputs(
     size = rows_of(data, axes)
     if not size:
         raise FeedError(f"data '{options.data}' has no rows; give at least one")
-    batch = options.batch_size or 256
+    rows = [(takes[name].dims or ())[axis:] for name, axis in axes.axes.items()]
+    fixed = [dims[0] for dims in rows if dims and isinstance(dims[0], int)]
+    batch = options.batch_size or min(fixed, default=256)
     own = {name: axes.of_output(shapes[name]) for name in wanted}
     pieces: dict[str, list[Array]] = {name: [] for name in wanted}
     for start in range(0, size, batch):
