@@ -103,6 +103,21 @@ def test_train_eval_predict_export(folder, capsys):
     assert accuracy("tuned.onnx") == accuracy("trained.onnx")
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_predict_takes_rows_of_a_fixed_batch_in_its_batches(folder, batch):
+    model = onnx.load("model.onnx")
+    for described in (*model.graph.input, *model.graph.output):
+        described.type.tensor_type.shape.dim[0].dim_value = batch
+    onnx.save(model, "fixed.onnx")
+    points = np.load("train.npz")["points"][:8]
+    np.savez("eight.npz", points=points)
+    assert run("predict", "fixed.onnx", "--data", "eight.npz", "--output", "found.npz") == 2
+    batches = ["--batch-size", str(batch)]
+    assert run("predict", "fixed.onnx", "--data", "eight.npz", "--output", "found.npz", *batches) == 0
+    expected = onnxruntime.InferenceSession("model.onnx").run(None, {"points": points})[0]
+    np.testing.assert_allclose(np.load("found.npz")["probabilities"], expected, rtol=1e-6)
+
+
 def test_weights_of_rows_and_classes(folder, capsys):
     stored = dict(np.load("train.npz"))
     table = np.array([3.0, 1.0, 0.5], np.float32)

@@ -172,6 +172,7 @@ _TABLES = {
         np.cos(np.pi / 40 * np.outer(np.arange(13), np.arange(40) + 0.5)),
         np.concatenate([np.sin(_POSITIONS), np.cos(_POSITIONS)], axis=1),
     ],
+    "multiples of positions": [np.outer(0.5 ** np.arange(1, 5), np.arange(12))[:, None]],
     "triangular filters": [_mel_filters(40, 257), _mel_filters(80, 201).T],
 }
 
@@ -529,7 +530,7 @@ _MOVES = {
 
 
 @pytest.mark.parametrize("case", _MOVES)
-@pytest.mark.parametrize("trainable", [None, ["*"]], ids=["default", "*"])
+@pytest.mark.parametrize("trainable", [None, pytest.param(["*"], marks=pytest.mark.slow)])
 def test_a_weight_is_trained_that_only_the_loss_reads(
     case: str, trainable: list[str] | None
 ) -> None:

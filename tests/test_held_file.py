@@ -425,7 +425,7 @@ def chain(size: int = 20) -> onnx.ModelProto:
     with ortops.Tape(name="chain") as tape:
         x = tape.input("x", np.float32, ["batch", size])
         for number in range(LAYERS):
-            weight = np.eye(size, dtype=np.float32) * (1 + number % 2)
+            weight = np.eye(size, dtype=np.float32) * (4 if number % 2 else 0.5)
             x = x @ tape.initializer(f"w{number}", weight)
         tape.output(x, "y")
     return tape.model()

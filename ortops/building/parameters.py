@@ -161,6 +161,7 @@ class Choice:
         patterns: The names that each given name or pattern matches.
         said: Messages about automatic choices.
         unexpected: Those of the others that may be weights, so that they are said.
+        constants: Those that the model has as Constant nodes.
     """
 
     floats: dict[str, ir.Value]
@@ -169,6 +170,7 @@ class Choice:
     patterns: dict[str, list[str]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     unexpected: set[str] = field(default_factory=set)
+    constants: Container[str] = ()
 
     def leave_out(self, name: str, reason: str) -> None:
         """Does not train an initializer that was chosen."""
@@ -221,13 +223,13 @@ def choose(
             reasons[name] = reason
             if _may_be_weight(reason, value, name in constants):
                 unexpected.add(name)
-    # The loss may read what no node reads.
-    default = {n: v for n, v in floats.items() if reasons.get(n, UNREAD) == UNREAD}
-    reasons = {name: reason for name, reason in reasons.items() if reason != UNREAD}
+    for name in [n for n, why in reasons.items() if why == UNREAD and n not in constants]:
+        del reasons[name]  # the loss may read it
+    default = {name: value for name, value in floats.items() if name not in reasons}
     if trainable is None:
         said = _untied(default) + _merged(default)
-        return Choice(floats, default, reasons, said=said, unexpected=unexpected)
-    choice = Choice(floats, {})
+        return Choice(floats, default, reasons, {}, said, unexpected, constants)
+    choice = Choice(floats, {}, constants=constants)
     for pattern in trainable:
         names = [pattern] if pattern in floats else _matched(pattern, default, scopes)
         if not names:
@@ -683,7 +685,7 @@ def _counts(value: ir.Value | None) -> bool:
 
 
 def _is_table_of_angles(value: ir.Value, node: ir.Node) -> bool:
-    """Whether a node computes sines or cosines of frequencies times positions, one after the other."""
+    """Whether a node computes sines or cosines of frequencies times consecutive positions."""
     if node.domain or node.op_type not in ("Sin", "Cos") or value.const_value is None:
         return False
     angles = np.squeeze(value.const_value.numpy()).astype(np.float64)

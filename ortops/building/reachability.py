@@ -46,7 +46,8 @@ def reached(choice: Choice, loss: Tensor) -> list[ir.Value]:
     stopped = {}
     for name, value in list(choice.trained.items()):
         if value not in ancestors:
-            if why := _why_unreached(value, nodes):
+            why = _why_unreached(value, nodes)
+            if why and name not in choice.constants:
                 stopped[name] = why
             unread = UNREAD if why_not(value, reads=False) == UNREAD else ""
             choice.leave_out(name, why or unread or "has no effect on the loss")

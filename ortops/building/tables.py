@@ -37,8 +37,8 @@ def table_kind(values: npt.NDArray[Any]) -> str:
 
     Returns:
         ``"equally spaced numbers"``, ``"a window function"``, ``"cosines"``, ``"sines and
-        cosines"``, ``"the basis of a Fourier transform"``, ``"triangular filters"``, ``"anchor
-        points"``, ``"sizes of cells"``, or an empty text.
+        cosines"``, ``"the basis of a Fourier transform"``, ``"triangular filters"``,
+        ``"multiples of positions"``, ``"anchor points"``, ``"sizes of cells"``, or an empty text.
 
     Example:
         >>> table_kind(np.arange(16.0)), table_kind(np.hanning(400))
@@ -305,6 +305,11 @@ def _is_triangles(rows: npt.NDArray[Any]) -> bool:
     return bool(widths) and max(widths) > 3 and peaks == sorted(peaks)
 
 
+def _is_multiples(rows: npt.NDArray[Any]) -> bool:
+    """Whether each row is 0, s, 2 s, …, as the biases of attention that grow with the distance."""
+    return not rows[:, 0].any() and all(_cosine(row) == 0 for row in rows)
+
+
 def _float64(values: npt.NDArray[Any]) -> Array:
     with np.errstate(invalid="ignore"):  # signalling NaNs, which stay NaN
         return np.asarray(values).astype(np.float64)
@@ -321,4 +326,5 @@ _MATRICES: dict[str, Callable[[npt.NDArray[Any]], bool]] = {
     "the basis of a Fourier transform": _is_fourier,
     "cosines": _is_cosines,
     "triangular filters": _is_triangles,
+    "multiples of positions": _is_multiples,
 }

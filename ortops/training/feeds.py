@@ -623,7 +623,7 @@ class Inputs(dict[str, Input]):
         given = self.named(feeds)
         self._check_names(given)
         sizes: dict[str, tuple[int, str]] = {}
-        arrays: dict[str, Array] = {}
+        arrays = {}
         # A mapping that reads what it is asked for may read it into the same memory each time.
         holds = getattr(type(given), "__getitem__", None) is dict.__getitem__
         absent = [name for name in self if name not in given]
@@ -631,7 +631,7 @@ class Inputs(dict[str, Input]):
             self._check_there(name, given)
         for name, value in self.items():
             if name in given:
-                array = self._fit(value, _read(given, name), sizes, arrays)
+                array = self._fit(value, _read(given, name), sizes)
                 arrays[name] = array if holds else array.copy()
         for name in absent:
             empty = self._ones if name in self._weights else self._empty_past
@@ -676,20 +676,13 @@ class Inputs(dict[str, Input]):
         sizes = (a.shape[axes[n]] for n, a in arrays.items() if n in axes and a.ndim > axes[n])
         return next(sizes, 1)
 
-    def _fit(
-        self,
-        value: Input,
-        given: object,
-        sizes: dict[str, tuple[int, str]],
-        others: Mapping[str, Array],
-    ) -> Array:
+    def _fit(self, value: Input, given: object, sizes: dict[str, tuple[int, str]]) -> Array:
         """Returns a value as the array that an input needs; explains one-hot labels, and batches.
 
         Args:
             value: The input.
             given: The value.
             sizes: The sizes of dimensions by symbol, with the inputs that have them.
-            others: The arrays of the inputs before it.
         """
         labels = [accepted for name, accepted in self._labels if name == value.name]
         try:
@@ -697,7 +690,7 @@ class Inputs(dict[str, Input]):
         except FeedError as error:
             remedy = _remedy(value, given, labels)
             if not remedy:
-                if self._differs_in_rows(value, getattr(given, "shape", ()), others):
+                if self._differs_in_rows(value, getattr(given, "shape", ()), sizes):
                     raise FeedError(f"{error}; the batch size is fixed ({FREE_BATCH})") from error
                 raise
             array = to_array(f"feeds: '{value.name}'", given)
@@ -707,7 +700,7 @@ class Inputs(dict[str, Input]):
             ) from error
 
     def _differs_in_rows(
-        self, value: Input, shape: Sequence[int], others: Mapping[str, Array]
+        self, value: Input, shape: Sequence[int], sizes: Mapping[str, tuple[int, str]]
     ) -> bool:
         """Whether a shape differs from that of an input by the number of its rows alone."""
         dims, axis = value.dims or (), self.axis_of(value.name)
@@ -715,7 +708,7 @@ class Inputs(dict[str, Input]):
         unlike = [n for n, (dim, size) in pairs if isinstance(dim, int) and dim != size]
         if len(dims) != len(shape) or unlike != [axis]:
             return False
-        return value.name in self.sampled or bool(others and shape[axis] == self._rows_in(others))
+        return value.name in self.sampled or shape[axis] in {size for size, _ in sizes.values()}
 
     def _warn_of_unshifted(self, arrays: Mapping[str, Array]) -> None:
         """Warns of labels of tokens that are the tokens of the same batch."""
