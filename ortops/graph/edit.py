@@ -21,6 +21,7 @@ __all__ = [
     "copy_node",
     "dependent_values",
     "describe",
+    "disconnect",
     "has_one_reader",
     "inner_graphs",
     "is_float",
@@ -313,9 +314,14 @@ def _copy_graph(graph: ir.Graph, copies: Mapping[ir.Value, ir.Value]) -> ir.Grap
 def remove_node(node: ir.Node) -> None:
     """Removes a node whose outputs are unused."""
     assert isinstance(node.graph, ir.Graph)
+    disconnect(node)
+    node.graph.remove(node, safe=True)
+
+
+def disconnect(node: ir.Node) -> None:
+    """Disconnects a node and its subgraphs from what they read, as if it were removed."""
     while node.inputs:  # one by one from the end, which is faster for nodes with many inputs
         node.resize_inputs(len(node.inputs) - 1)
-    node.graph.remove(node, safe=True)
     _detach_inner_graphs(node)
 
 
