@@ -896,6 +896,13 @@ NOT_FREE: dict[str, tuple[onnx.ModelProto, str]] = {
         refused([node("RandomNormalLike", "x", "y")], inputs=[("x", [1, 4])]),
         "RandomNormalLike node 'randomnormallike': its output is random",
     ),
+    "sequence": (
+        refused(
+            [node("SequenceConstruct", "x x", "s"), node("ConcatFromSequence", "s", "y", axis=1)],
+            inputs=[("x", [1, 4])],
+        ),
+        "SequenceConstruct node 'sequenceconstruct': its output is a sequence, so a dynamic batch",
+    ),
     "rows that differ": (
         refused([node("Add", "x rows", "y")], {"rows": floats(2, 4)}, inputs=[("x", [2, 4])]),
         "Add node 'add': with a batch of 3 rows instead of 2, onnxruntime rejects it",
