@@ -463,6 +463,14 @@ REFUSED: dict[str, tuple[onnx.ModelProto, str]] = {
         ),
         "RNN node 'rnn': the head before output 'y' must be one of Conv, FusedConv",
     ),
+    "expanded": (
+        refused(
+            [*LINEAR, node("Shape", "y", "size"), node("Expand", "b size", "spread")],
+            {"w": floats(6, 3), "b": floats(3)},
+            outputs=[("y", ["batch", 3]), ("spread", ["batch", 3])],
+        ),
+        r"Expand node 'expand': it expands \[3\], which depends on the 3 classes",
+    ),
     "depthwise": (
         refused(
             [node("Conv", "x k", "y", group=3)],
