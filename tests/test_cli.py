@@ -113,7 +113,9 @@ def test_predict_takes_rows_of_a_fixed_batch_in_its_batches(folder, batch):
     np.savez("eight.npz", points=points)
     assert run("predict", "fixed.onnx", "--data", "eight.npz", "--output", "found.npz") == 2
     batches = ["--batch-size", str(batch)]
-    assert run("predict", "fixed.onnx", "--data", "eight.npz", "--output", "found.npz", *batches) == 0
+    assert (
+        run("predict", "fixed.onnx", "--data", "eight.npz", "--output", "found.npz", *batches) == 0
+    )
     expected = onnxruntime.InferenceSession("model.onnx").run(None, {"points": points})[0]
     np.testing.assert_allclose(np.load("found.npz")["probabilities"], expected, rtol=1e-6)
 

@@ -463,6 +463,14 @@ REFUSED: dict[str, tuple[onnx.ModelProto, str]] = {
         ),
         "RNN node 'rnn': the head before output 'y' must be one of Conv, FusedConv",
     ),
+    "expanded": (
+        refused(
+            [*LINEAR, node("Shape", "y", "size"), node("Expand", "b size", "spread")],
+            {"w": floats(6, 3), "b": floats(3)},
+            outputs=[("y", ["batch", 3]), ("spread", ["batch", 3])],
+        ),
+        r"Expand node 'expand': it expands \[3\], which depends on the 3 classes",
+    ),
     "depthwise": (
         refused(
             [node("Conv", "x k", "y", group=3)],
@@ -895,6 +903,13 @@ NOT_FREE: dict[str, tuple[onnx.ModelProto, str]] = {
     "random": (
         refused([node("RandomNormalLike", "x", "y")], inputs=[("x", [1, 4])]),
         "RandomNormalLike node 'randomnormallike': its output is random",
+    ),
+    "sequence": (
+        refused(
+            [node("SequenceConstruct", "x x", "s"), node("ConcatFromSequence", "s", "y", axis=1)],
+            inputs=[("x", [1, 4])],
+        ),
+        "SequenceConstruct node 'sequenceconstruct': its output is a sequence, so a dynamic batch",
     ),
     "rows that differ": (
         refused([node("Add", "x rows", "y")], {"rows": floats(2, 4)}, inputs=[("x", [2, 4])]),

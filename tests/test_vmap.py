@@ -14,6 +14,7 @@ import pytest
 from dot_test import Case, normal
 from onnx import helper, numpy_helper
 from running import REFUSALS, plain_session, run_session
+from violations import all_violations
 
 import ortops
 from models import lenet, lstm, mlp, resnet, transformer
@@ -308,6 +309,23 @@ def test_sequences_of_vectors_need_no_scan(make: Any) -> None:
         np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_recurrent_layers_need_no_scan() -> None:
+    """Those of one gate and of three have fewer inputs than an LSTM."""
+    with all_violations() as violation:
+        for op_type, gates in (("RNN", 1), ("GRU", 3), ("LSTM", 4)):
+            with violation(op_type), Tape(name="recurrent") as tape:
+                x = tape.input("x", np.float32, ["time", "batch", 3])
+                w, r = images(1, gates * 2, 3, seed=1), images(1, gates * 2, 2, seed=2)
+                y, *_ = tape.emit(op_type, [x, w, r], {"hidden_size": 2}, outputs=1)
+                tape.output(y, "y")
+                feeds = {"x": images(4, 5, 2, 3)}
+                mapped = derivatives.vmap(tape.model())
+                assert scans(mapped) == 0
+                found = run_session(plain_session(mapped), feeds)
+                (expected,) = slices(tape.model(), feeds, ["x"])
+                np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_axes() -> None:
     """Places of the axis, and inputs and outputs without it."""
     with Tape(name="axes") as tape:
@@ -389,7 +407,7 @@ def test_inputs_of_different_length_are_refused() -> None:
 
 BRANCHING = """
 <ir_version: 10, opset_import: ["" : 21]>
-branching (float[n] x, bool positive, int64 steps) => (float[n] y, float[] last)
+branching (float[n] x, bool positive, int64 steps) => (float[n] y, float[] last, float[m] both)
 <float[1] w = {2}>
 {
     scaled = Mul (x, w)
@@ -410,6 +428,12 @@ branching (float[n] x, bool positive, int64 steps) => (float[n] y, float[] last)
     pair = SequenceInsert (parts, half)
     taken = SequenceAt (pair, back)
     last = ReduceSum <keepdims = 0> (taken)
+    joined = SequenceConstruct (x, scaled)
+    short = Constant <value = bool {0}> ()
+    both = If (short) <
+        then_branch = first () => (float[m] c) { c = SequenceAt (joined, back) },
+        else_branch = all () => (float[m] d) { d = ConcatFromSequence <axis = 0> (joined) }
+    >
 }
 """
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from ortops.arguments import whole_number
 from ortops.derivatives.batching import Same, apply, expand_axis
 from ortops.errors import ArgumentError, ModelError, did_you_mean
-from ortops.graph.edit import copy_node, inner_graphs, read_inputs, remove_unread
+from ortops.graph.edit import copy_node, disconnect, inner_graphs, read_inputs, remove_unread
 from ortops.graph.tensor import Dim, Names, Tape, Tensor, op
 
 __all__ = ["Axes", "add_axis"]
@@ -205,12 +205,14 @@ class _Mapping:
             inner = _Mapping(graph, self.tape.names, self.length, self)
             chosen = [value for value, taken in zip(graph.inputs, takes, strict=False) if taken]
             if not inner.map_graph(chosen):
+                disconnect(copy)
                 return None
         for index, value in enumerate(node.inputs):
             if takes[index] and value is not None:
                 tensor = self._tensor(value)
                 if value not in self.mapped:
                     if tensor.shape is None:
+                        disconnect(copy)
                         return None
                     tensor = expand_axis(tensor, self.size)
                 copy.replace_input_with(index, tensor.value)

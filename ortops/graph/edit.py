@@ -21,6 +21,7 @@ __all__ = [
     "copy_node",
     "dependent_values",
     "describe",
+    "disconnect",
     "has_one_reader",
     "inner_graphs",
     "is_float",
@@ -314,9 +315,8 @@ def _copy_graph(graph: ir.Graph, copies: Mapping[ir.Value, ir.Value]) -> ir.Grap
 def remove_node(node: ir.Node) -> None:
     """Removes a node whose outputs are unused."""
     assert isinstance(node.graph, ir.Graph)
-    _detach_inputs(node)
+    disconnect(node)
     node.graph.remove(node, safe=True)
-    _detach_inner_graphs(node)
 
 
 def remove_unread(nodes: Sequence[ir.Node]) -> None:
@@ -342,13 +342,12 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
         by_graph[node.graph] = members
     for graph, members in by_graph.items():
         for node in members:
-            _detach_inputs(node)
-            _detach_inner_graphs(node)
+            disconnect(node)
         graph.remove(members, safe=True)  # in one call, because each scans all outputs of the graph
 
 
-def _detach_inputs(node: ir.Node) -> None:
-    """Disconnects a removed node from what it reads.
+def disconnect(node: ir.Node) -> None:
+    """Disconnects a node and its subgraphs from what they read, as if it were removed.
 
     For each input, onnx-ir's own function copies all of them.
     """
@@ -356,6 +355,7 @@ def _detach_inputs(node: ir.Node) -> None:
         if value is not None:
             value._remove_usage(node, index)
     node._inputs = ()
+    _detach_inner_graphs(node)
 
 
 def _detach_inner_graphs(node: ir.Node) -> None:

@@ -541,8 +541,11 @@ class _Freeing:
     def _judged(
         self, node: ir.Node, given: Mapping[ir.Value, _Traced], rows: list[Array], new: Any
     ) -> _Traced | None:
-        if not isinstance(new, np.ndarray):  # a sequence
-            return None
+        if not isinstance(new, np.ndarray):
+            raise UnsupportedError(
+                f"{describe(node)}: its output is a sequence, so a dynamic batch cannot be "
+                "verified; export the model with a dynamic batch"
+            )
         related = self._related(rows, new)
         by_size = any(traced.sizes for traced in given.values()) and new.dtype.kind in "biu"
         by_rows = any(traced.axis is not None for traced in given.values())

@@ -229,6 +229,7 @@ class _Change:
         self.axes: dict[ir.Value, int] = {}
         self._work, self._known, self._classes = work, known, classes
         self._numbers: set[ir.Value] = set()
+        self._sizes: set[ir.Value] = set()
         self._constants: list[tuple[ir.Node, int, Array]] = []
         weight = head.inputs[side]
         assert weight is not None
@@ -325,6 +326,8 @@ class _Change:
         """
         read = set(read_inputs(node))
         carried = [value for value in node.inputs if value in self.axes]
+        if read & self._sizes and not carried:
+            self._size(node)
         if not read & self._numbers and not read & set(self.axes):
             return
         if read & self._numbers:
@@ -343,6 +346,7 @@ class _Change:
             self.axes.update((value, axis) for value in node.outputs)
             return
         if kind == "Shape":
+            self._sizes.update(node.outputs)
             return
         if carried != [node.inputs[0]] and kind != "Concat":
             raise self._refusal(node, "it reads the classes as a second operand")
@@ -365,6 +369,15 @@ class _Change:
             self._select(node, axis, rank, carried)
         else:
             raise self._refusal(node, "it mixes the classes")
+
+    def _size(self, node: ir.Node) -> None:
+        """Follows sizes of the classes; refuses a tensor of as many columns that is expanded."""
+        x = node.inputs[0]
+        if node.op_type != "Expand" or x is None or x in self._sizes:
+            values = (y for y in node.outputs if self._value(y).dtype == ir.DataType.INT64)
+            self._sizes.update(values)
+        elif self.old > 1 and self.old in self._shape(x):
+            raise self._refusal(node, f"it expands {self._told(x)}")
 
     def _elementwise(self, node: ir.Node, carried: Sequence[ir.Value]) -> int:
         ranks = {value: len(self._shape(value)) for value in node.inputs if value is not None}
