@@ -133,8 +133,11 @@ class TrainingMetrics:
 
 
 def _state(metric: StreamingMetric) -> dict[str, Any] | None:
-    """Returns copies of what a metric accumulates; None if it is not numbers and small arrays."""
-    given = {each.name for each in dataclasses.fields(metric) if each.init}
+    """Returns copies of what a metric accumulates; None if it is not numbers and small arrays.
+
+    Arguments are not accumulated, nor are fields that a metric is not compared by.
+    """
+    given = {each.name for each in dataclasses.fields(metric) if each.init or not each.compare}
     found: dict[str, Any] = {}
     for name, value in vars(metric).items():
         if name in given:
