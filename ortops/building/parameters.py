@@ -542,9 +542,8 @@ def _why_written(own: Sequence[Reader], value: ir.Value) -> str:
     number, first = "ones" if values.flat[0] else "zeros", describe(own[0].node)
     if len(own) > 1 and (is_generated or "." not in name):
         return f"is all {number}, shared by {len(own)} normalizations, such as {first}"
-    others = (read for read in own[0].node.inputs[1:3] if read is not None and read is not value)
-    modules = [(other.name or "").rpartition(".")[0] for other in others]
-    is_odd = number == "zeros" and any(m and not name.startswith(f"{m}.") for m in modules)
+    beside = [read.name or "" for read in own[0].node.inputs[1:3] if read is not None]
+    is_odd = number == "zeros" and "." not in name and any("." in other for other in beside)
     if len(own) == 1 and (is_generated or is_odd):
         return f"is all {number}, as if an exporter had written it, in {first}"
     return ""
