@@ -16,6 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 from violations import all_violations
 
 import ortops
+from ortops import lora
+from ortops.check import check
 from ortops.graph.squashing import partly_squashed, squashed
 
 DEPTH = 5000
@@ -149,3 +151,48 @@ def test_time_is_linear_in_the_number_of_weights() -> None:
             for code, number in many.items():
                 with check(f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"):
                     assert number <= 4 * few[code] + 100, f"{few[code]} calls, then {number}"
+
+
+def between_layers(repeat: Repeat, last: bool = True) -> onnx.ModelProto:
+    """Returns a chain behind a layer and a Sigmoid, and before another layer or the output."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "a"], ["s"]),
+        helper.make_node("Sigmoid", ["s"], ["v0"]),
+    ]
+    for index in range(DEPTH):
+        nodes += repeat(f"v{index}", f"v{index + 1}")
+    end = f"v{DEPTH}"
+    nodes += [helper.make_node(*(("MatMul", [end, "b"]) if last else ("Identity", [end])), ["y"])]
+    arrays = {"a": np.eye(4, dtype=np.float32), "b": np.full((4, 4), 0.5, np.float32)}
+    tensors = [numpy_helper.from_array(arrays[name], name) for name in ("ab" if last else "a")]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in "xy")
+    graph = helper.make_graph(nodes, "deep", [x], [y], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.slow
+def test_losses_read_the_logits_of_nested_concatenations() -> None:
+    given = between_layers(KINDS["concatenations"], last=False)
+    x, targets = np.array([[3, -2, 0, 1]], np.float32), np.array([[1, 0, 0, 1]], np.float32)
+    expected = np.mean(np.logaddexp(0, x) - targets * x)
+    for loss in ("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"):
+        session = ortops.TrainingSession(
+            ortops.build_training_model(given, loss=loss, optimizer="SGD")
+        )
+        found = session.step({"x": x, "targets": targets})["loss"]
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_other_entries_take_deep_graphs() -> None:
+    given = between_layers(KINDS["squares"])
+    x = np.ones((2, 4), np.float32)
+    adapted = lora.add(given, rank=1)
+    pruned = ortops.surgery.prune(given, ratio=0.5)
+    other = ortops.surgery.replace_head(given, classes=3)
+    y, pullback = ortops.Function(given).vjp(x)
+    assert y.shape == pullback(y)[0].shape == (2, 4)
+    assert check(given).problems == []
+    assert len(lora.merge(adapted).graph.node) >= DEPTH
+    assert ortops.Function(other)(x).shape == (2, 3)
+    assert ortops.Function(pruned)(x).shape == (2, 4)

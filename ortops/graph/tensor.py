@@ -256,7 +256,7 @@ class Tape:
             shape: Its dimensions: sizes, symbols, or None; None for an unknown rank.
 
         Raises:
-            ModelError: If this tape has made an input, initializer or output of that name.
+            ModelError: If this tape has made an input or initializer of that name.
         """
         value = _typed_value(self._declare(name), dtype, shape)
         self.graph.inputs.append(value)
@@ -270,7 +270,7 @@ class Tape:
             array: Its value.
 
         Raises:
-            ModelError: If this tape has made an input, initializer or output of that name.
+            ModelError: If this tape has made an input or initializer of that name.
         """
         array = _storable(array)
         value = _typed_value(self._declare(name), array.dtype, array.shape)
@@ -298,7 +298,7 @@ class Tape:
         if not self.scope:  # rules name inputs of bodies alike
             if name in self._declared:
                 raise ModelError(
-                    f"graph '{self.graph.name}': it already has an input, initializer or output "
+                    f"graph '{self.graph.name}': it already has an input or initializer "
                     f"'{name}'; choose another name"
                 )
             self._declared.add(name)
@@ -324,9 +324,6 @@ class Tape:
         Args:
             tensor: The tensor.
             name: The output's name; the tensor's own by default.
-
-        Raises:
-            ModelError: If this tape has made an input, initializer or output of that name.
         """
         value = tensor.value
         if name is not None and value.name != name:
@@ -335,7 +332,7 @@ class Tape:
             )
             if not fresh:
                 value = op.Identity(tensor).value
-            value.name = self._declare(name)
+            value.name = self.names.unique(name)
         self.graph.outputs.append(value)
         return Tensor(self, value)
 

@@ -16,12 +16,14 @@ from ortops.arguments import parameters_of
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import (
+    Steps,
     attribute_values,
     copy_node,
     describe,
     inner_graphs,
     is_float,
     mapped_tensor,
+    unrolled,
 )
 from ortops.graph.squashing import Squashed, may_be_bounded, partly_squashed, squashed
 from ortops.graph.tensor import Dim, Tape, Tensor, op
@@ -327,28 +329,23 @@ class _Scene:
 
     def _before(self, found: Squashed) -> Tensor:
         """Returns the logits of probabilities, in the layout of the probabilities."""
-        if found.logits is not None:
-            return self._moved(self._known(found.logits), found)
-        parts = map(self._before, found.joined)
-        return self._moved(op.Concat(*parts, axis=found.joined_axis), found)
+        return unrolled(self._joined(found, lambda each, logits: logits))
 
     def _log_p(self, found: Squashed) -> Tensor:
         """Returns the logarithms of probabilities, in the layout of the probabilities."""
-        if found.logits is None:
-            parts = map(self._log_p, found.joined)
-            return self._moved(op.Concat(*parts, axis=found.joined_axis), found)
-        logits = _wide(self._known(found.logits))
-        if found.opposite:  # σ(z) is the softmax of −z / 2 and z / 2
-            log_p = op.LogSoftmax(0.5 * logits, axis=found.squashed_axis)
-        elif found.kind == "sigmoid":
-            log_p = -softplus(-logits)
-        elif found.kind == "complement":
-            of_yes, of_no = -softplus(-logits), -softplus(logits)
-            pair = [of_no if _is_subtraction(value) else of_yes for value in found.node.inputs]
-            log_p = op.Concat(*pair, axis=attribute_values(found.node)["axis"])
-        else:
-            log_p = op.LogSoftmax(logits, axis=found.squashed_axis)
-        return self._moved(log_p, found)
+        return unrolled(self._joined(found, _log_p_of))
+
+    def _joined(
+        self, found: Squashed, function: Callable[[Squashed, Tensor], Tensor]
+    ) -> Steps[Tensor]:
+        """Returns what a function makes of logits, in the layout of the probabilities."""
+        if found.logits is not None:
+            return self._moved(function(found, self._known(found.logits)), found)
+        parts: list[Tensor] = []
+        for each in found.joined:
+            part: Tensor = yield self._joined(each, function)
+            parts.append(part)
+        return self._moved(op.Concat(*parts, axis=found.joined_axis), found)
 
     def _name(self, value: ir.Value) -> str:
         return self.own(value).name or ""
@@ -660,6 +657,20 @@ def _prediction(tensor: Tensor, target: str | None, output: str) -> Prediction:
     if axis is not None and axis < 0 and tensor.shape is not None:
         axis += len(tensor.shape)
     return Prediction(tensor, kind, axis, target, output=output)
+
+
+def _log_p_of(found: Squashed, logits: Tensor) -> Tensor:
+    """Returns the logarithms of the probabilities that a function made of logits."""
+    logits = _wide(logits)
+    if found.opposite:  # σ(z) is the softmax of −z / 2 and z / 2
+        return op.LogSoftmax(0.5 * logits, axis=found.squashed_axis)
+    if found.kind == "sigmoid":
+        return -softplus(-logits)
+    if found.kind == "complement":
+        of_yes, of_no = -softplus(-logits), -softplus(logits)
+        pair = [of_no if _is_subtraction(value) else of_yes for value in found.node.inputs]
+        return op.Concat(*pair, axis=attribute_values(found.node)["axis"])
+    return op.LogSoftmax(logits, axis=found.squashed_axis)
 
 
 def _wide(tensor: Tensor) -> Tensor:
