@@ -8,7 +8,6 @@ as a model, and `verdict` compares ortops' gradients of the model with those of 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import itertools
 import logging
@@ -167,12 +166,13 @@ def verdict(case: Case, exporter: str) -> str:
     xs = [x.double().requires_grad_() for x in case.inputs]
     try:
         y = module.in_double()(*xs)
-        ys = [each for each in (y if isinstance(y, tuple) else (y,))]
+        ys = list(y) if isinstance(y, tuple) else [y]
         if not xs or not ys or not any(each.requires_grad for each in ys):
             return "unusable: no gradient"
         rng = np.random.default_rng(0)
         seeds = [torch.from_numpy(np.asarray(rng.standard_normal(each.shape))) for each in ys]
-        total = sum(((s * each).sum() for s, each in zip(seeds, ys) if each.requires_grad))
+        pairs = zip(seeds, ys, strict=True)
+        total = sum((seed * each).sum() for seed, each in pairs if each.requires_grad)
         gradients = torch.autograd.grad(total, xs, allow_unused=True)
     except Exception as error:
         return f"unusable: PyTorch: {type(error).__name__}: {str(error)[:80]}"
@@ -193,7 +193,7 @@ def verdict(case: Case, exporter: str) -> str:
         return f"unusable: onnxruntime: {str(error)[:80]}"
     if not feeds or len(outputs) != len(ys):
         return "unusable: other outputs"
-    for mine, theirs in zip(outputs, ys):
+    for mine, theirs in zip(outputs, ys, strict=True):
         theirs = theirs.detach().numpy()
         if mine.shape != theirs.shape or not np.allclose(
             mine, theirs, 1e-3, 1e-3 * scale(theirs), equal_nan=True
@@ -210,7 +210,7 @@ def verdict(case: Case, exporter: str) -> str:
     except Exception as error:
         return f"crashed: {type(error).__name__}: {str(error)[:200]}"
     made = made if isinstance(made, tuple) else (made,)
-    for name, mine in zip(names, made):
+    for name, mine in zip(names, made, strict=True):
         theirs = gradients[int(name[1:])]
         theirs = np.zeros(mine.shape) if theirs is None else theirs.numpy()
         if not np.isfinite(theirs).all():
