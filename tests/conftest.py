@@ -46,6 +46,7 @@ FILES = {
     "test_weights_sklearn.py": ("sklearn", "skl2onnx"),
     "test_weights_torch.py": ("torch", "onnxscript", "transformers"),
     "torch_module.py": ("torch",),
+    "torch_databases.py": ("torch", "expecttest"),
     "torch_operators.py": ("torch",),
 }
 """Files that import optional packages at their top, and these packages."""
@@ -253,22 +254,30 @@ class Importable:
 
 def spread(count: int, of: int) -> set[int]:
     """Returns so many of the first numbers, from the first to the last, at even distances."""
-    return {0} if count == 1 else {round(i * (of - 1) / (count - 1)) for i in range(count)}
+    return {round(i * (of - 1) / max(count - 1, 1)) for i in range(count)}
 
 
 def mark_slow(items: list[pytest.Item]) -> None:
-    """Marks the cases of tests marked ``quick(count)`` slow, but for so many of them."""
+    """Marks the cases of tests marked ``quick(count)`` slow, but for so many of them.
+
+    The others of tests marked ``nightly(count)`` are marked slow and ``left_to_nightly``.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("quick"):
+        if item.get_closest_marker("quick") or item.get_closest_marker("nightly"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for each in cases.values():
-        mark = each[0].get_closest_marker("quick")
-        assert mark is not None
-        kept = spread(*mark.args, of=len(each))
+        kept: dict[str, set[int]] = {}
+        for name in ("quick", "nightly"):
+            if mark := each[0].get_closest_marker(name):
+                kept[name] = spread(min(mark.args[0], len(each)), of=len(each))
         for number, item in enumerate(each):
-            if number not in kept:
+            if number in kept.get("quick", ()):
+                continue
+            if "quick" in kept or number not in kept["nightly"]:
                 item.add_marker(pytest.mark.slow)
+            if "nightly" in kept and number not in kept["nightly"]:
+                item.add_marker(pytest.mark.left_to_nightly)
 
 
 class Slowing:

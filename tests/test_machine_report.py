@@ -391,6 +391,7 @@ def test_a_machine_is_described() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize(
     "missing", ["torch", "transformers", "peft", "llvmlite", "mpi4py", "onnxruntime_extensions"]
 )
