@@ -321,7 +321,8 @@ def infer_computed_types(model: ir.Model, *, in_file: bool = True) -> None:
         in_file: Whether the result is a file, whose outputs need a shape: then, the declared shape
             of an output counts if none is inferred. Those of other tensors always do.
     """
-    values = (value for node in model.graph if not node.domain for value in node.outputs)
+    nodes = (node for node in all_nodes(model.graph) if not node.domain)
+    values = (value for node in nodes for value in node.outputs)
     declared = {value: value.shape for value in values if value.shape is not None}
     for value in declared:
         value.shape = None
