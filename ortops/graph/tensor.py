@@ -212,6 +212,7 @@ class Tape:
         name: str = "graph",
         opset: int = DEFAULT_OPSET,
     ) -> None:
+        self._is_new = graph is None
         if graph is None:
             graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name=name)
         self.graph = graph
@@ -295,7 +296,7 @@ class Tape:
 
     def _declare(self, name: str) -> str:
         """Returns a free name for what a caller names, who must not have used it before."""
-        if not self.scope:  # rules name inputs of bodies alike
+        if self._is_new:  # rules name inputs of bodies alike
             if name in self._declared:
                 raise ModelError(
                     f"graph '{self.graph.name}': it already has an input or initializer "
