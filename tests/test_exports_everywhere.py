@@ -429,7 +429,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("saliency", "integrated_gradients", "smooth_grad"), "tagger recurrent half"),
     "grad_cam": "tagger recurrent policy query energy fixed half",
     "before_postprocessing": " ".join(EXAMPLES),
-    "per_sample_gradient": "layers energy fixed",
+    "per_sample_gradient": "layers sequence energy fixed",
     "evaluate": "sequence",
     "predict": "energy",
     "predict a list": "energy",
