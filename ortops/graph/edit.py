@@ -314,14 +314,9 @@ def _copy_graph(graph: ir.Graph, copies: Mapping[ir.Value, ir.Value]) -> ir.Grap
 def remove_node(node: ir.Node) -> None:
     """Removes a node whose outputs are unused."""
     assert isinstance(node.graph, ir.Graph)
-    disconnect(node)
-    node.graph.remove(node, safe=True)
-
-
-def disconnect(node: ir.Node) -> None:
-    """Disconnects a node and its subgraphs from what they read, as if it were removed."""
     while node.inputs:  # one by one from the end, which is faster for nodes with many inputs
         node.resize_inputs(len(node.inputs) - 1)
+    node.graph.remove(node, safe=True)
     _detach_inner_graphs(node)
 
 
@@ -360,6 +355,12 @@ def _detach_inner_graphs(node: ir.Node) -> None:
             for index in range(len(child.inputs)):
                 child.replace_input_with(index, None)
         graph.outputs.clear()
+
+
+def disconnect(node: ir.Node) -> None:
+    """Disconnects a node that is in no graph, and its subgraphs, from what they read."""
+    node.resize_inputs(0)
+    _detach_inner_graphs(node)
 
 
 def prune(graph: ir.Graph) -> None:

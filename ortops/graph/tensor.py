@@ -377,10 +377,9 @@ class Tape:
             ModelError: If the operator does not exist, or the inputs are invalid.
         """
         schema = _schema(op_type, self.graph.opset_imports.get(domain, 1), domain)
-        given_inputs = list(inputs)
-        while given_inputs and given_inputs[-1] is None:
-            given_inputs.pop()
-        values = self._operands(schema, given_inputs)
+        values = self._operands(schema, inputs)
+        while values and values[-1] is None:
+            values.pop()
         given = {name: value for name, value in attributes.items() if value is not None}
         node = ir.Node(
             domain,
