@@ -135,7 +135,9 @@ class _Again:
     attributes: dict[str, Any]
 
     def __call__(self, *inputs: Any, **attributes: Any) -> Any:
-        """Returns the output, or a tuple of several."""
+        """Returns the output, or a tuple of several; absent inputs at the end are left out."""
+        while inputs and inputs[-1] is None:
+            inputs = inputs[:-1]
         found = self.tape.emit(
             self.node.op_type,
             inputs,

@@ -400,10 +400,9 @@ class Tape:
         if not domain and _is_of_ml(op_type):
             domain = _ML
         schema = _schema(op_type, self._version(domain), domain)
-        given_inputs = list(inputs)
-        while given_inputs and given_inputs[-1] is None:
-            given_inputs.pop()
-        values = self._operands(schema, given_inputs)
+        values = self._operands(schema, inputs)
+        while values and values[-1] is None:
+            values.pop()
         given = {name: value for name, value in attributes.items() if value is not None}
         node = ir.Node(
             domain,
