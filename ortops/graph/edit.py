@@ -368,12 +368,6 @@ def _detach_inner_graphs(node: ir.Node) -> None:
         graph.outputs.clear()
 
 
-def disconnect(node: ir.Node) -> None:
-    """Disconnects a node that is in no graph, and its subgraphs, from what they read."""
-    node.resize_inputs(0)
-    _detach_inner_graphs(node)
-
-
 def prune(graph: ir.Graph) -> None:
     """Removes nodes, inputs and initializers on which no output depends."""
     remove_unread(list(graph))
