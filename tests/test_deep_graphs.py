@@ -177,7 +177,7 @@ def test_losses_read_the_logits_of_nested_concatenations() -> None:
     expected = np.mean(np.logaddexp(0, x) - targets * x)
     for loss in ("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"):
         session = ortops.TrainingSession(
-            ortops.build_training_model(given, loss=loss, optimizer="SGD")
+            ortops.build_training_model(given, loss=loss, optimizer="SGD", trainable=["a"])
         )
         found = session.step({"x": x, "targets": targets})["loss"]
         np.testing.assert_allclose(found, expected, rtol=1e-5)
