@@ -12,7 +12,6 @@ What the file has and this table does not, and why:
   InPlaceAccumulatorV2, ZeroGradient, PadAndUnflatten, ScaledSum. BatchNormInternal stands for
   BatchNormalization in training mode, which has its shapes.
 - Dropout, which draws: its test there is one of forward values; test_rules_random.py has it.
-- Trilu of com.microsoft: its cases are those of ONNX's Trilu here.
 """
 
 from __future__ import annotations
@@ -368,7 +367,8 @@ ROWS = [
         for axis in (1, -1)
     ),
     *(
-        row("Trilu", [count(3, 4), *k], upper, 14)
+        row("Trilu", [count(3, 4), *k], upper, 14, **more)
+        for more in ({}, {"domain": MICROSOFT, **LINEAR})
         for k in ([], *([np.array(k)] for k in range(-3, 4)))
         for upper in ({}, {"upper": 1}, {"upper": 0})
     ),
