@@ -442,6 +442,7 @@ def trained(name: str) -> tuple[list[Gradients], list[Gradients]]:
 FETCHED = [pytest.param(name, marks=pytest.mark.fetched(FOLDER / name)) for name in FILES]
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name: str) -> None:
     subject = Transformer(name)
@@ -450,11 +451,13 @@ def test_transformers(name: str) -> None:
     assert not too_far(subject, by_lowered(subject, subject.trainable), *right)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("name", FETCHED)
 def test_sessions_of_files(name: str) -> None:
     assert not too_far(file(name), by_session(file(name)), *trained(name))
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("name", FETCHED)
 def test_lowered_files(name: str) -> None:
     exact, rounded = expected(file(name), training=False)

@@ -112,6 +112,7 @@ def rows_of(markdown: str, column: str) -> list[list[str]]:
 # ------------------------------------------------------------------------------------ whole runs
 
 
+@pytest.mark.nightly(0)
 @pytest.mark.slow
 @pytest.mark.torch  # the plot compares with PyTorch
 def test_a_quick_run_writes_tables_figures_and_a_plot(
@@ -713,6 +714,7 @@ def test_ways_to_wait_are_measured_and_compared(capsys: pytest.CaptureFixture[st
     assert all(float(least) <= float(median) for *_, least, median, _ in rows)
 
 
+@pytest.mark.nightly(0)
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.optional("onnx_ad", "compare")

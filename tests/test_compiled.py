@@ -73,6 +73,7 @@ def batches(scale: float = 1.0) -> list[Any]:
 # ------------------------------------------------------------------------------------- same bits
 
 
+@pytest.mark.nightly(13)
 @compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)

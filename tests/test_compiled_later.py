@@ -84,6 +84,7 @@ def assert_same_steps(
 # ------------------------------------------------------------------------------------- same bits
 
 
+@pytest.mark.nightly(16)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -250,6 +251,7 @@ WAYS_TO_TRAIN = [
 ]
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("train", WAYS_TO_TRAIN, ids=lambda each: each.__name__)

@@ -559,6 +559,7 @@ def test_shuffled_rows_that_are_read_into_the_same_memory(form: str, prefetch: i
     assert_batches(source.epoch(order=np.random.default_rng(7)), cut(data, places))
 
 
+@pytest.mark.nightly(10)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -1021,6 +1021,7 @@ def test_a_hessian_next_to_jax() -> None:
     np.testing.assert_allclose(found["d_d_y_d_x_d_x"], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])

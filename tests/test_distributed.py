@@ -1077,6 +1077,7 @@ def uneven(tmp_path: Path) -> Path:
 SAME_CALLS = "all ranks must make the same calls of `step`, `run_steps`, `gradients` and `fit` in"
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.needs("mpi4py>=4.1")
 @pytest.mark.parametrize("how", ["ends", "ends, fit", "fails"])

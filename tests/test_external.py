@@ -425,6 +425,7 @@ def memory_available() -> int:
     return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable")), 0)
 
 
+@pytest.mark.nightly(0)
 @pytest.mark.slow
 def test_more_than_2_gb_in_fact(tmp_path: Path) -> None:
     if memory_available() < 12e9 or shutil.disk_usage(tmp_path).free < 8e9:

@@ -175,6 +175,7 @@ def outcome(case: Case, type_name: str) -> str:
     return ""
 
 
+@pytest.mark.nightly(24)
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", RUN)
 def test_gradient_in_other_types(operator: str) -> None:

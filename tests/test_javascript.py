@@ -86,6 +86,7 @@ def assert_trained_alike(content: bytes, trained: Trained) -> TrainingSession:
     return session
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.javascript
 @pytest.mark.parametrize("package", ["onnxruntime-node", "onnxruntime-web"])
@@ -109,6 +110,7 @@ def test_node_trains_as_python_does(package: str, trained: Trained, tmp_path: Pa
     assert np.mean(logits.argmax(1) == test.labels) == pytest.approx(report["accuracy"])
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.javascript
 @pytest.mark.parametrize("package", ["onnxruntime-node", "onnxruntime-web"])

@@ -80,6 +80,7 @@ def test_the_package_has_the_version_of_ortops() -> None:
         assert described["version"] == tomllib.load(file)["project"]["version"]
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.javascript
 @pytest.mark.slow
 @pytest.mark.parametrize("bundler", BUNDLERS)
@@ -88,6 +89,7 @@ def test_bundlers_take_the_package(bundler: str, project: Path, loss: float) -> 
     assert float(printed.split()[-1]) == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.parametrize("bundler", BUNDLERS)

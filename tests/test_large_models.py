@@ -121,6 +121,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "_ONE_FILE", 0)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.usefixtures("large")

@@ -797,6 +797,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 def test_preferences_are_trained(shallow: Path, untrained: FineTuning, tmp_path: Path) -> None:
     tuning = FineTuning(shallow, learning_rate=0.01, loss=ortops.losses.DPO(beta=0.5))

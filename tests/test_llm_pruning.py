@@ -42,6 +42,7 @@ def pruned(folder: Path, bits: int, layers: int = llama.LAYERS) -> Path:
     return folder
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [32, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

@@ -335,6 +335,7 @@ def in_peft(model: Any, session: ortops.TrainingSession) -> Any:
     return adapted
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.optional("peft", "llm")
 def test_trains_as_peft_does_and_is_served(folder: Path, kind: str, tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
 @pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
 def test_an_encoder(
@@ -237,6 +238,7 @@ def losses_in_peft(wrapped: nn.Module, optimizer: str) -> list[float]:
     return found
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("optimizer", RATES)
 @pytest.mark.parametrize(
     "settings",

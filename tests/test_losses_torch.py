@@ -365,6 +365,7 @@ def draw(case: Case, dtype: Any, seed: int = 0) -> tuple[dict[str, Array], dict[
     }
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # torch, of its KLDivLoss
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -433,6 +434,7 @@ CTC_KINDS = (
 )
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", CTC_KINDS)

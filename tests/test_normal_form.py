@@ -660,6 +660,7 @@ HEAVY |= {"BatchNormalization", "LayerNormalization", "Softmax", "Transpose", "R
 HEAVY |= {"Pad", "Split"}
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.usefixtures("_quiet_exporters")

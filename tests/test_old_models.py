@@ -697,6 +697,7 @@ for name, case in CASES.items():
     FORMS.setdefault(name.rpartition("-")[0], []).append(case)
 
 
+@pytest.mark.nightly(31)
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_forward_and_gradient(form: str) -> None:

@@ -63,6 +63,7 @@ def as_exported(name: str) -> onnx.ModelProto:
     return exported(EXPORTS[name], *built(EXPORTS[name]), "torchscript")
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize(
     ("name", "tool"),
     [

@@ -89,6 +89,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 del CASES["Prodigy"]
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_of_other_sessions(name: str, tmp_path: Path) -> None:

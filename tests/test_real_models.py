@@ -107,6 +107,7 @@ def with_value(model: onnx.ModelProto, name: str, array: np.ndarray) -> onnx.Mod
     return result
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "file", [pytest.param(file, marks=pytest.mark.fetched(FOLDER / file)) for file in FEEDS]

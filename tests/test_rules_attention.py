@@ -163,6 +163,7 @@ CASES = quick(
 )
 
 
+@pytest.mark.nightly(47)
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)

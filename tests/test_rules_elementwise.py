@@ -203,6 +203,7 @@ CASES = quick(
 )
 
 
+@pytest.mark.nightly(91)
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)

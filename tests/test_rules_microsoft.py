@@ -801,6 +801,7 @@ def forward(case: Fused, *, symbolic: bool):
     return nodes, inputs, feeds, wide, total
 
 
+@pytest.mark.nightly(42)
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)
@@ -862,6 +863,7 @@ def mixed_difference(
     return result / (2 * step) ** len(directions)
 
 
+@pytest.mark.nightly(40)
 @pytest.mark.quick(6)
 @by_case([case for case in CASES if case.orders > 1])
 def test_higher_orders(case: Fused) -> None:

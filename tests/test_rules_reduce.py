@@ -125,6 +125,7 @@ CASES = quick(
 )
 
 
+@pytest.mark.nightly(235)
 @pytest.mark.quick(7)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)

@@ -50,6 +50,7 @@ def binary(features: int, classes: int) -> onnx.ModelProto:
     return mlp.mlp((features, 8, 1))
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "epochs"), [("OnnxClassifier", 40), ("OnnxRegressor", 100)])
 def test_scikit_learn_s_own_checks(name, epochs):

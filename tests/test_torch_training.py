@@ -182,6 +182,7 @@ LOSS_BOUND = 1e-5
 WEIGHT_BOUND = 1e-4
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
@@ -254,6 +255,7 @@ def adam_oracle(
     return losses, values(module)
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("way", ["joined", "apart", "python"])
 @pytest.mark.parametrize(

@@ -181,6 +181,7 @@ def fitted(data: Arrays, model: onnx.ModelProto) -> Arrays:
     return given
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"recompute": "sqrt"}], ids=str)

@@ -136,6 +136,7 @@ WAYS = {
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
+@pytest.mark.nightly(30)
 @pytest.mark.quick(2)
 @every_way
 @pytest.mark.parametrize("kernels", ["onnx", "python"])

@@ -178,6 +178,7 @@ def check(
 # ----------------------------------------------------------------------------- single operators
 
 
+@pytest.mark.nightly(27)
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("key", CASES, ids=lambda key: key[1])
 def test_an_operator_is_mapped(key: tuple[str, str]) -> None:

@@ -112,6 +112,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], float, float]] = {
 }
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -198,6 +198,7 @@ def check_round_trip(
     return names
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(
     ("build", "random"),
@@ -232,6 +233,7 @@ def test_tied_embeddings_of_gpt2(exporter: str, tmp_path: Path) -> None:
         ortops.weights.save(session.inference_model(), tmp_path / "x.safetensors", like=like)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_mobilenet(exporter: str, tmp_path: Path) -> None:
     module, x = made(mobilenet, random=True)
@@ -248,6 +250,7 @@ def test_mobilenet(exporter: str, tmp_path: Path) -> None:
     check_round_trip(module, model, x, tmp_path, rate=1e-4)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers(kind: Any, exporter: str, tmp_path: Path) -> None:

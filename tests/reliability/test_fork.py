@@ -27,6 +27,7 @@ def no_collector() -> Iterator[None]:
 USES = ("made", "stepped", "repeated", "fitted", "cut", "evaluated", "saved")
 
 
+@pytest.mark.nightly(12)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("used", USES)
 @pytest.mark.parametrize("victim", KINDS)
