@@ -274,13 +274,12 @@ def test_errors_name_the_input(pytensor: Any, pt: Any, f: Function) -> None:
         Function(onnx.parser.parse_model(MASKED)).pytensor()
 
 
-def test_a_wrong_shape_in_the_model_is_named(pytensor: Any, pt: Any) -> None:
+def test_the_computed_shape_counts_not_the_declared_one(pytensor: Any, pt: Any) -> None:
     flattened = Function(onnx.parser.parse_model(FLATTENED)).pytensor()
     x = pt.fmatrix("x")
     assert pytensor.function([x], flattened(x))(np.ones((2, 3), np.float32)).shape == (6,)
     wrong = Function(onnx.parser.parse_model(FLATTENED.replace("float[k]", "float[5]"))).pytensor()
-    with pytest.raises(ortops.FeedError, match=r"output 'y' has shape \[6\], but the model states"):
-        pytensor.function([x], wrong(x))(np.ones((2, 3), np.float32))
+    assert pytensor.function([x], wrong(x))(np.ones((2, 3), np.float32)).shape == (6,)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, f: Function) -> None:

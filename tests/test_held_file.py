@@ -76,7 +76,7 @@ def inside_a_branch() -> onnx.ModelProto:
         [helper.make_empty_tensor_value_info("y")],
         [named(np.arange(2000.0), "v")],
     )
-    model = of_initializers(named(np.arange(500)))
+    model = of_initializers(named(np.arange(500)), named(np.ones((), bool), "b"))
     model.graph.node.append(
         helper.make_node("If", ["b"], ["z"], then_branch=branch, else_branch=branch)
     )

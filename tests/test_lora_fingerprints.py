@@ -70,15 +70,11 @@ def swap_readers(model: onnx.ModelProto) -> None:
 
 def swap_order(model: onnx.ModelProto) -> None:
     """Tanh comes behind the second layer."""
-    nodes = {n.op_type: n for n in model.graph.node if n.input[1:] != ["fc3.weight"]}
-    nodes["MatMul"].input[0], nodes["Tanh"].input[0] = "a", "c"
-    nodes["Transpose"].input[0] = "b"
-    first = next(n for n in model.graph.node if n.output[0] == "d")
-    first.input[0] = "b"
-    second = next(n for n in model.graph.node if n.output[0] == "e")
-    second.input[0] = "d"
-    order = [model.graph.node[i] for i in (0, 2, 1, 3, 4, 5, 6)]
-    copies = [onnx.NodeProto.FromString(each.SerializeToString()) for each in order]
+    nodes = {node.output[0]: node for node in model.graph.node}
+    nodes["c"].input[0], nodes["b"].input[0], nodes["d"].input[0] = "a", "c", "b"
+    order = [name for name in nodes if name != "b"]
+    order.insert(order.index("c") + 1, "b")
+    copies = [onnx.NodeProto.FromString(nodes[name].SerializeToString()) for name in order]
     del model.graph.node[:]
     model.graph.node.extend(copies)
 

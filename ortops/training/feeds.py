@@ -690,7 +690,8 @@ class Inputs(dict[str, Input]):
         except FeedError as error:
             remedy = _remedy(value, given, labels)
             if not remedy:
-                if self._differs_in_rows(value, getattr(given, "shape", ()), sizes):
+                shape = getattr(given, "shape", ())  # a method of an OrtValue
+                if isinstance(shape, tuple) and self._differs_in_rows(value, shape, sizes):
                     raise FeedError(f"{error}; the batch size is fixed ({FREE_BATCH})") from error
                 raise
             array = to_array(f"feeds: '{value.name}'", given)
