@@ -76,6 +76,7 @@ def model(repeat: Repeat, last: str = "Identity") -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
+@pytest.mark.slow
 def test_logits_are_looked_for_in_deep_graphs() -> None:
     with all_violations() as check:
         for name, repeat in KINDS.items():

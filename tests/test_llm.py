@@ -354,6 +354,7 @@ def test_data_sets_of_hugging_face(base: Path) -> None:
             tuning.fit(parts, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.optional("tokenizers", "llm")
 @pytest.mark.optional("jinja2", "llm")
 def test_an_unknown_speaker_of_a_conversation(plain: FineTuning) -> None:
@@ -959,6 +960,7 @@ def test_nothing_below_the_first_adapter_is_differentiated(tmp_path: Path) -> No
     assert not [name for name in names if "layers.0" in name]
 
 
+@pytest.mark.slow
 def test_the_examples_of_docstrings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are skipped as doctests, since they need a model, which an installation lacks."""
     monkeypatch.chdir(tmp_path)

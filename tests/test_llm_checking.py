@@ -35,6 +35,7 @@ def test_a_float_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found.endswith("no problems: ready for ortops tune\n")
 
 
+@pytest.mark.slow
 def test_a_quantized_folder_that_prunes_logits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

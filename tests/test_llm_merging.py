@@ -219,6 +219,7 @@ def test_the_command(
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_folders_that_are_refused(tuned: Path, loaded: FineTuning) -> None:
     tuning = loaded
     with pytest.raises(ortops.ArgumentError, match=r"must not have an adapter if merged=True, got"):

@@ -265,6 +265,7 @@ def torch_judges() -> Iterator[bool]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.quick(450)
 @node_cases.parametrized([name for name in CASES if name not in NOT_RUN | REFUSED])
 def test_gradient(name: str, torch_judges: bool) -> None:
     """Both oracles judge one session; what either says is in the message."""

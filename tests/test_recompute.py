@@ -124,6 +124,7 @@ def test_names_in_a_part_that_is_not_trained() -> None:
     same(model, images(5, 6), ["Relu_2_output", "Relu_6_output"])
 
 
+@pytest.mark.slow
 def test_kernels_in_python() -> None:
     model, batch = made("MLP, 300,000 parameters")
     same(model, batch, "sqrt", kernels="python")

@@ -361,6 +361,7 @@ def test_a_function() -> None:
     np.testing.assert_allclose(f(x), g(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_learning_rates_are_tried_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
     session, cpu = pair(built())
     data = {name: np.concatenate([array] * 5) for name, array in BATCH.items()}
