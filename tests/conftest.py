@@ -34,6 +34,7 @@ FILES = {
     "conformance_peers.py": ("onnx_ad", "onnxsim"),
     "test_accuracy.py": ("torch", "onnxscript", "transformers"),
     "test_derivatives_others.py": ("onnx_ad",),
+    "test_exports_everywhere.py": ("torch", "onnxscript", "transformers"),
     "test_exported_models.py": ("torch", "onnxscript", "transformers"),
     "test_lora_peft.py": ("torch", "onnxscript", "transformers", "peft"),
     "test_lora_language_models.py": ("torch", "transformers", "peft"),

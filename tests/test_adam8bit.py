@@ -235,6 +235,7 @@ def test_state_takes_a_quarter_of_adams_memory() -> None:
     assert own / adams < 0.27  # 2 · (1 + 4 / 256) of 8 bytes, and parts of blocks
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(

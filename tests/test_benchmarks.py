@@ -172,7 +172,7 @@ def test_losses_of_the_peers_agree(work: str, tmp_path: Path, workers: Worker) -
 @pytest.mark.optional("transformers", "export")
 @pytest.mark.optional("onnxscript", "export")
 @pytest.mark.slow
-@pytest.mark.nightly(2)
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("work", REAL)
 def test_losses_of_real_models_agree(work: str, tmp_path: Path, workers: Worker) -> None:
     it = WORKS[work]

@@ -1042,6 +1042,7 @@ def test_hostile_metadata(folder, capsys, key, text):
 COMMAND = shlex.join([sys.executable, "-m", "ortops"])
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="the shell is POSIX's")
 @pytest.mark.parametrize(

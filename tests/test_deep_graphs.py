@@ -184,6 +184,7 @@ def test_losses_read_the_logits_of_nested_concatenations() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.nightly(0)
 @pytest.mark.slow
 def test_other_entries_take_deep_graphs() -> None:
     given = between_layers(KINDS["squares"])

@@ -192,7 +192,7 @@ def compare_case(case: NodeCase) -> int:
     return sum(compare(kind, model, case.feeds) for kind in ("forward", "reverse"))
 
 
-@pytest.mark.nightly(26)
+@pytest.mark.nightly(16)
 @pytest.mark.parametrize("operator", COMPARED)
 def test_what_it_computes(operator: str) -> None:
     compared = 0

@@ -344,6 +344,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

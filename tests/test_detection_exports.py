@@ -72,6 +72,7 @@ def exported(dynamo: bool) -> onnx.ModelProto:
     return onnx.load_from_string(file.getvalue()) if result is None else result.model_proto
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.optional("onnxscript", "export")

@@ -137,6 +137,7 @@ def losses(history: Any) -> list[float]:
 SGD = ortops.optimizers.SGD(0.1, momentum=0.9)
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "options",
@@ -446,6 +447,7 @@ class StopAt(Callback):
             record.stop("enough")
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stop", [3, 7])
@@ -1157,6 +1159,7 @@ if how == "all":
 """
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.needs("mpi4py>=4.1")
 @pytest.mark.parametrize("runner", [True, False])

@@ -787,6 +787,7 @@ def operation_of(rng: np.random.Generator, data: dict[str, Array]) -> Callable[.
     return operations[rng.integers(len(operations))]
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", range(8))
 def test_random_operations_give_the_same_after_each_save(draw: int, tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ class Told(Callback):
 # --------------------------------------------------------------------------- validate_every
 
 
+@pytest.mark.nightly(6)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("form", FORMS)
@@ -141,6 +142,7 @@ def test_callbacks_are_told_of_validations() -> None:
     ]
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stop", range(1, 7))
@@ -237,6 +239,7 @@ def test_early_stopping_counts_validations(tmp_path: Path) -> None:
     assert_same_arrays(dict(TrainingSession(tmp_path / "best.onnx").state), dict(session.state))
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 4, 5, 6, 7, 9])
 def test_early_stopping_goes_on_counting_validations(stop: int, tmp_path: Path) -> None:

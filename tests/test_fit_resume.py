@@ -227,6 +227,7 @@ PROLONGED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("begun", [1, 2])
 @pytest.mark.parametrize("name", list(PROLONGED))

@@ -99,7 +99,7 @@ def assert_step_is_apply_of_gradients(
 # ------------------------------------------------------------------------- equal to whole steps
 
 
-@pytest.mark.nightly(21)
+@pytest.mark.nightly(14)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, normalized], ids=[*OPTIMIZERS, "normalized"])
@@ -322,6 +322,7 @@ def test_running_statistics_come_with_them() -> None:
     assert session.steps_done == 2
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_keeps_gradients_alive(way: str) -> None:

@@ -213,6 +213,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(folder, losses, session, session.evaluate(test, metrics="accuracy"))
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.parametrize("query", ["", "?state"], ids=["fetched", "on the device"])
@@ -241,6 +242,7 @@ def colors(rows: Iterable[int]) -> dict[str, Array]:
     return {"images": (pixels - np.float32(0.5)) / np.float32(0.25), "labels": np.array(labels)}
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ def test_resume_in_the_middle_of_an_epoch(base: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.session.state[name], array)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_interrupted_command_resumes_bit_for_bit(
@@ -821,6 +822,7 @@ def test_preferences_are_trained(shallow: Path, untrained: FineTuning, tmp_path:
         untrained.fit(PAIRS, progress=False)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("smoothing", [0.0, 0.4])
 def test_margins_are_those_of_the_loss_function(shallow: Path, smoothing: float) -> None:
@@ -896,6 +898,7 @@ def test_wrong_preferences(preferring: FineTuning, row: dict[str, Any], text: st
 # --------------------------------------------------------------------------- metrics and sampling
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 def test_accuracy_and_exact_match(shallow: Path) -> None:
     tuning = FineTuning(shallow, learning_rate=0.02)

@@ -63,6 +63,7 @@ def loaded(tuned: Path) -> FineTuning:
     return FineTuning.load(tuned / "adapter")
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 def test_a_merged_folder(tuned: Path, loaded: FineTuning, caplog: pytest.LogCaptureFixture) -> None:
     tuning = loaded
@@ -200,6 +201,7 @@ def test_transformers_js_generates(bits: int, dtype: str, file: str, tmp_path: P
     assert json.loads(done.stdout.splitlines()[-1]) == [[*LEARNED, 256], "abc"]
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 def test_the_command(
     tuned: Path, loaded: FineTuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -533,6 +533,7 @@ def test_texts(
     assert caplog.records[-1].getMessage() == "2 rows were truncated to max_length=3 tokens"
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "message"),

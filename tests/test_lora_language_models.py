@@ -166,6 +166,7 @@ def step(session: TrainingSession) -> float:
     return float(session.step(given)["loss"])
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 @pytest.mark.parametrize(
     "targets", ["all-linear", ["q_proj", "v_proj", "down_proj"], ["gate_proj", "lm_head"]]

@@ -266,7 +266,8 @@ def is_that_of_torch(name: str, ending_name: str, heads: int, reduction: str) ->
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # torch, of its KLDivLoss
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 37])
+@pytest.mark.nightly(2)
+@pytest.mark.parametrize("every", [pytest.param(7, marks=pytest.mark.slow), 1, 37])
 def test_losses_of_endings_are_those_of_torch(every: int) -> None:
     with all_violations() as check:
         for row in ALL[::every]:

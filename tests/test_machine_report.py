@@ -294,6 +294,7 @@ def test_a_machine_without_a_card_has_none() -> None:
         assert (card.driver, card.used_megabytes()) == ("", 0.0)
 
 
+@pytest.mark.nightly(0)
 @pytest.mark.slow
 def test_the_shortest_run(tmp_path: Path) -> None:
     """In a process, as a user runs it; a busy machine may leave everything out, but says so."""
@@ -318,6 +319,7 @@ def test_the_shortest_run(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ measurements
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["MLP", "LeNet", "transformer block", "LSTM"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -448,6 +448,7 @@ def test_resumes_exactly(name: str, way: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(resumed.state[key], array, strict=True)
 
 
+@pytest.mark.nightly(9)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", CASES)
 def test_float16(name: str) -> None:

@@ -111,6 +111,7 @@ def pair(
     )
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 def test_steps_on_a_device_are_the_same(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings, tmp_path: Path
@@ -472,6 +473,7 @@ def with_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [None, ON_DEVICE, IN_PLACE], ids=["here", "on the device", "in place"]

@@ -505,6 +505,7 @@ def network() -> Any:
     return Network().eval()
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")

@@ -79,6 +79,7 @@ def bars(count: int, seed: int) -> dict[str, Array]:
     return {"x": x, "labels": labels}
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.fetched(CLASSIFIER)
 @pytest.mark.parametrize("mode", ["auto", "frozen"])
@@ -203,6 +204,7 @@ def test_a_recognizer_learns_by_ctc(caplog: pytest.LogCaptureFixture) -> None:
 # -------------------------------------------------------------------------------------- silero
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.fetched(FOLDER / name)) for name in SILERO]
@@ -322,6 +324,7 @@ def test_probabilities_of_scikit_learn_are_not_squashed_twice(name: str, classes
     assert found == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.quick(1)
 @pytest.mark.sklearn
 @pytest.mark.parametrize("classes", [2, 3])
@@ -490,6 +493,7 @@ def logits_of(model: Any) -> Any:
     return Logits()
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("dynamo", [False, True])
@@ -532,6 +536,7 @@ def test_a_scope_takes_whole_layers_of_a_text_classifier(dynamo: bool) -> None:
     assert not expected
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("dynamo", [False, True])
@@ -602,6 +607,7 @@ def convolutions(folded: bool) -> Any:
     return net
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("mode", ["auto", "train", "frozen"])
@@ -1053,6 +1059,7 @@ def test_shares_of_one_score_learn_from_any_weights() -> None:
     np.testing.assert_allclose(session.state["w"], [[99]])
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("dynamo", [False, True])

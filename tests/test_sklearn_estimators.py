@@ -381,6 +381,7 @@ def log_model(features: int, outputs: int) -> onnx.ModelProto:
     return mlp.mlp((features, 4, outputs))
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "callback",

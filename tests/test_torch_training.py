@@ -295,6 +295,7 @@ def test_adam_is_not_torchs() -> None:
     assert deviation(state, weights, initial(proto)) > 10 * WEIGHT_BOUND
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 @pytest.mark.parametrize("model", ["mlp", "lenet", "transformer"])

@@ -215,6 +215,7 @@ def test_round_trips(build: Any, exporter: str, random: bool, tmp_path: Path) ->
         assert len(set(weights)) == len(weights)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_tied_embeddings_of_gpt2(exporter: str, tmp_path: Path) -> None:
     """Both exporters write the transposed weight of the head as a copy."""

@@ -470,8 +470,9 @@ def _may_be_weight(reason: str, value: ir.Value, is_constant: bool) -> bool:
 def listed_with_reasons(reasons: Mapping[str, str], joined: str = "") -> str:
     """Returns the first of some initializers and why they are not trained, as text."""
     found = [f"'{name}'{',' if joined else ''} {joined}{why}" for name, why in reasons.items()]
-    more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
-    return "; ".join(found[:8]) + more
+    shown = found if len(found) <= 8 else found[:3]
+    more = f"; and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
+    return "; ".join(shown) + more
 
 
 def _merged(trained: Mapping[str, ir.Value]) -> list[str]:

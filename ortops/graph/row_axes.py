@@ -141,7 +141,7 @@ def row_axes(
         axis = known.get(name)
         if axis is not None and dims and (axis in places or not _is_size(dims[axis])):
             axes[name] = axis
-        elif places and (places[0] == 0 or batch != {1}):
+        elif places and (places[0] == 0 or batch != {1} or len(places) == 1):
             axes[name] = places[0]
         elif dims is None or (
             dims and not sized and not _is_size(dims[0]) and dims[0] not in beside

@@ -436,11 +436,11 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
     ),
     "tensor of nobody": (
         lambda: with_gradient([node("Add", ["x", "nobody"], ["y"])]),
-        "'nobody' is not",
+        "reads 'nobody', which is not defined",
     ),
     "output of nobody": (
         lambda: with_gradient([node("Neg", ["x"], ["y"])], ["nobody"]),
-        "onnxruntime: ",
+        "output 'nobody' is not defined",
     ),
     "no operator": (lambda: with_gradient([node("", ["x"], ["y"])]), "no gradient rule"),
     "no inputs": (lambda: with_gradient([node("Add", [], ["y"])]), "Add"),
@@ -514,7 +514,9 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
         "xs is empty",
     ),
     "Gradient without y": (
-        lambda: model_of([node("Gradient", ["x"], ["dx"], domain=TRAINING_DOMAIN, xs=["x"])]),
+        lambda: model_of(
+            [node("Gradient", ["x"], ["dx"], domain=TRAINING_DOMAIN, xs=["x"])], ["dx"]
+        ),
         "missing required attribute 'y'",
     ),
     "Gradient of a number": (
@@ -548,7 +550,7 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
             trainable,
             lambda m: m.training_info[0].algorithm.initializer[0].__setattr__("name", "w"),
         ),
-        "sets 'learning_rate'",
+        "reads 'learning_rate', which is not defined",
     ),
     "algorithm that reads nothing": (
         lambda: edited(
