@@ -439,7 +439,7 @@ REFUSED: dict[str, str] = {
     "prune": "tagger recurrent query sequence energy half",
     "ortops predict": "energy",
 }
-"""Which files each entry refuses with an error of ortops, such as Hessians of what is no scalar."""
+"""Which files each entry refuses with an OrtopsError, such as the Hessian of several outputs."""
 
 FILES = [(name, mode) for name, example in EXAMPLES.items() for mode in example.modes]
 ALL = os.environ.get("ORTOPS_ENTRIES") == "all"

@@ -508,7 +508,7 @@ _GENERATED = re.compile(
     r"^\d+$|^_?val_\d+$|^onnx::|Constant|Const([_:/\d]|$)|const_|^ortshared|_tensor_constant"
     r"|running_(mean|var)$|^(zeros|ones|full|scalar_tensor_default|lift_fresh_copy)(_\d+)?$"
 )
-"""Names that exporters give to what is no parameter of a module."""
+"""Names that exporters give to constants that are not parameters of a module."""
 
 _SETTINGS_LIKE_WEIGHTS = ("is one number", "is the initial_", "is the Y of Pow ")
 """How the reasons begin that a user might not expect of an initializer with a name of its own."""
@@ -551,7 +551,7 @@ def _why_written(own: Sequence[Reader], value: ir.Value) -> str:
 
 
 def _why_fixed(own: Sequence[Reader], value: ir.Value) -> str:
-    """Returns what an initializer holds if its values tell that it is no weight, or empty."""
+    """Returns what a constant initializer holds, recognized by its values, or ""."""
     tensor = value.const_value
     if tensor is None or any(reader.node.op_type in _NORMALIZATIONS for reader in own):
         return ""
