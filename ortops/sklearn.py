@@ -115,9 +115,9 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
         for name, value in self._of_algorithm().items():
             if value is not self._built[name] and value != self._built[name]:
                 raise ArgumentError(
-                    f"{type(self).__name__}: {name} was changed to {value!r:.80}, but the training "
-                    f"goes on with {self._built[name]!r:.80}; set it back, or set "
-                    "warm_start=False and call fit to begin anew"
+                    f"{type(self).__name__}: {name} was changed to {value!r:.80}, but a warm "
+                    f"start needs {self._built[name]!r:.80}; restore it, or set "
+                    "warm_start=False to train from the beginning"
                 )
         rate = self._own_rate if self.learning_rate is None else self.learning_rate
         if rate is not None and (fresh or rate != self._rate):

@@ -220,7 +220,7 @@ ALL = [
     for name, ending, heads in product(CASES, ENDINGS, (1, 2))
     for place, reduction in enumerate(CASES[name].loss.reductions)
     if (ending in FIVE or (heads, place) in ((1, 0), (2, 1)))
-    and not (name == "ArcFace" and ENDINGS[ending].squash == "log_softmax")  # which is no cosine
+    and not (name == "ArcFace" and ENDINGS[ending].squash == "log_softmax")  # not a cosine
 ]
 
 

@@ -355,16 +355,9 @@ def disconnect(node: ir.Node) -> None:
         if value is not None:
             value._remove_usage(node, index)
     node._inputs = ()
-    _detach_inner_graphs(node)
-
-
-def _detach_inner_graphs(node: ir.Node) -> None:
-    """Disconnects the subgraphs of a removed node from outer values."""
     for graph in inner_graphs(node):
         for child in graph:
-            _detach_inner_graphs(child)
-            for index in range(len(child.inputs)):
-                child.replace_input_with(index, None)
+            disconnect(child)
         graph.outputs.clear()
 
 

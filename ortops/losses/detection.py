@@ -98,7 +98,7 @@ class TaskAligned(Loss):
         >>> loss, none = TaskAligned(strides=[8]), np.zeros((1, 1, 5))
         >>> loss_at(loss, output, targets=[[[0.0, 4.0, 4.0, 8.0, 8.0]]])
         0.0
-        >>> loss_at(loss, output, targets=none)  # 0.5 · 100, as there is no object
+        >>> loss_at(loss, output, targets=none)  # 0.5 · 100: no object in the image
         50.0
     """
 
