@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -35,14 +36,20 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
     net = lenet(channels=(4, 8), hidden=16, dropout_ratio=0.25)
     model = build_training_model(net, loss="SoftmaxCrossEntropy", optimizer="Adam")
-    export_step(model, tmp_path)
+    export_step(model, folder)
     images, labels = (array[: 5 * BATCH + 3] for array in digits.load().train)
-    write_safetensors(tmp_path / "data.safetensors", {"images": images, "labels": labels})
-    return tmp_path
+    write_safetensors(folder / "data.safetensors", {"images": images, "labels": labels})
+    return folder
+
+
+@pytest.fixture
+def folder(exported: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(exported, tmp_path, dirs_exist_ok=True))
 
 
 def run(program: Path, folder: Path, *, batch: object = BATCH, steps: object = STEPS) -> list[str]:

@@ -1112,8 +1112,10 @@ def test_loaders_and_datasets_of_torch() -> None:
     part = torch.utils.data.Subset(pairs, [3, 1, 4, 5, 9])
     check_rows(part, {n: a[[3, 1, 4, 5, 9]] for n, a in data.items()}, affine_inputs())
     check_batches(lambda: torch.utils.data.DataLoader(pairs, batch_size=SIZE))
-    worker = {"num_workers": 1, "multiprocessing_context": "spawn"}  # this process has threads
-    check_batches(lambda: torch.utils.data.DataLoader(pairs, batch_size=SIZE, **worker))
+    # Spawned, because this process has threads.
+    worker = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
+    loader = torch.utils.data.DataLoader(pairs, batch_size=SIZE, **worker)
+    check_batches(lambda: loader)
     named = Samples(data, None)
     check_batches(lambda: torch.utils.data.DataLoader(named, batch_size=SIZE))
     assert (

@@ -35,7 +35,7 @@ each_example = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.nightly(2)
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @each_example
 def test_reaches_its_figure(name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import logging
 import math
@@ -183,10 +184,12 @@ def same(found: Any, expected: Any) -> bool:
     return bool(np.array_equal(found, expected))
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("use", ["merge", "save_adapter", "to_peft", "check"])
 def test_changed_metadata_are_refused_or_mean_the_same(
-    use: str, adapted: onnx.ModelProto, tmp_path: Path
+    use: str, part: int, adapted: onnx.ModelProto, tmp_path: Path
 ) -> None:
     """A layer that is left out is frozen: no more is said of the adapter, and no files of it."""
     expected = meaning(adapted, use, tmp_path)
@@ -194,7 +197,7 @@ def test_changed_metadata_are_refused_or_mean_the_same(
     assert len(every) > 1500
     refusals: dict[str, str] = {}
     taken = []
-    for what, text in every.items():
+    for what, text in itertools.islice(every.items(), part, None, 3):
         try:
             found = meaning(with_text(adapted, text), use, tmp_path)
         except ModelError as error:

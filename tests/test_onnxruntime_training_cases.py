@@ -403,6 +403,8 @@ def test_drawn_cases_of_onnxruntime_training() -> None:
     violations_of(DRAWN)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
-def test_cases_of_onnxruntime_training() -> None:
-    violations_of(ROWS)
+@pytest.mark.parametrize("part", range(2))
+def test_cases_of_onnxruntime_training(part: int) -> None:
+    violations_of(ROWS[part::2])

@@ -24,9 +24,9 @@ STEP = 1e-5
 TOLERANCE = 2e-3
 
 FEEDS: dict[str, dict[str, Any]] = {
-    "PP-OCRv6_det_small.onnx": {"x": (2, 3, 64, 96)},
-    "PP-OCRv6_rec_small.onnx": {"x": (2, 3, 48, 64)},
     "ch_ppocr_mobile_v2.0_cls_mobile.onnx": {"x": (2, 3, 48, 96)},
+    "PP-OCRv6_rec_small.onnx": {"x": (2, 3, 48, 64)},
+    "PP-OCRv6_det_small.onnx": {"x": (2, 3, 64, 96)},
     "silero_vad_op18_ifless.onnx": {
         "input": (1, 576),
         "state": (2, 1, 128),

@@ -131,7 +131,7 @@ FURTHER = [
 LOSSES_WEIGHED = list(dict.fromkeys(case.loss.name for case in [*WEIGHED, *FURTHER]))
 
 
-@pytest.mark.nightly(5)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES_WEIGHED)
 def test_a_weight_of_three_is_the_row_three_times(name: str) -> None:

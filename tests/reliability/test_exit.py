@@ -47,6 +47,7 @@ def run_with(victim: str, code: str) -> str:
     return run_code(PRELUDE.format(victim=victim) + code).strip()
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("victim", SMALL)
 def test_a_step_at_exit_is_made_or_says_why(victim: str) -> None:
     """By a function of atexit, when threads can no longer be asked for anything."""
@@ -65,6 +66,7 @@ def test_a_step_at_exit_is_made_or_says_why(victim: str) -> None:
     assert shown == "whole"
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("victim", SMALL)
 def test_a_step_of_a_finalizer_is_made_or_says_why(victim: str) -> None:
     """That of a global, which runs when nothing can be imported any more."""
@@ -86,6 +88,7 @@ def test_a_step_of_a_finalizer_is_made_or_says_why(victim: str) -> None:
     assert shown == "whole"
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("victim", SMALL)
 def test_a_daemon_that_steps_neither_holds_up_the_end_nor_aborts_it(victim: str) -> None:
     code = """
@@ -156,6 +159,7 @@ MAKING = {
 interrupts = pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT")
 
 
+@pytest.mark.nightly(2)
 @interrupts
 @pytest.mark.parametrize("what", MAKING)
 def test_ctrl_c_while_a_session_is_made_ends_the_process_as_elsewhere(what: str) -> None:

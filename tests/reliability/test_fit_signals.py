@@ -208,6 +208,7 @@ def run_blocked(code: str) -> None:
     run_code(PRELUDE + BLOCKED + code)
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("block", WAYS)
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_signal_does_not_wait_for_data(block: str, prefetch: int) -> None:
