@@ -60,7 +60,8 @@ ROOMS = {
         "autodiff",
         "test_gradient test_expansion test_official_cases test_lower test_rules_registry "
         "test_rules_control_flow test_rules_sequence test_rules_elementwise test_scale "
-        "test_flex_attention test_tensor test_float_types test_onnx_node_cases test_masked_rows",
+        "test_flex_attention test_tensor test_float_types test_onnx_node_cases test_masked_rows "
+        "test_passes",
     ),
     "graph": room(
         "graph",

@@ -63,6 +63,13 @@ def bfloat16() -> TensorProto:
     )
 
 
+def located() -> TensorProto:
+    """Returns a tensor with data, which a location beside them does not change."""
+    tensor = named(np.arange(500), "located")
+    tensor.external_data.add(key="location", value="elsewhere.bin")
+    return tensor
+
+
 def texts() -> TensorProto:
     return helper.make_tensor("texts", TensorProto.STRING, [300], [b"some words"] * 300)
 
@@ -94,6 +101,7 @@ MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
     "in typed fields": lambda: of_initializers(typed(), named(np.arange(500))),
     "of half a byte": lambda: of_initializers(packed()),
     "bfloat16": lambda: of_initializers(bfloat16()),
+    "beside a location": lambda: of_initializers(located()),
     "texts": lambda: of_initializers(texts(), named(np.arange(500))),
     "inside a branch": inside_a_branch,
 }
@@ -111,6 +119,8 @@ def test_the_model_is_that_of_protobuf(name: str, tmp_path: Path) -> None:
     found = whole(tmp_path / "model.onnx")
     if name == "in typed fields":  # data that were kept beside are put into the one for bytes
         model.graph.initializer[0].CopyFrom(named(np.arange(1000, dtype=np.float32), "typed"))
+    if name == "beside a location":  # which nothing reads
+        del model.graph.initializer[0].external_data[:]
     assert found == model
 
 
