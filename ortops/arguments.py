@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
@@ -19,7 +18,6 @@ __all__ = [
     "function",
     "number",
     "parameters_of",
-    "renamed",
     "text",
     "whole_number",
 ]
@@ -210,22 +208,3 @@ def parameters_of(name: str, value: Callable[..., Any]) -> Mapping[str, inspect.
         return inspect.signature(value).parameters
     except ValueError as error:
         raise ArgumentError(f"{name}: cannot inspect its parameters; wrap it in a `def`") from error
-
-
-def renamed(name: str, value: _T | None, former: str, given: _T, *, stacklevel: int) -> _T:
-    """Returns the value of an argument that was given under its former name, and warns.
-
-    Args:
-        name: The name of the argument.
-        value: What was given under this name; None if nothing was.
-        former: The former name.
-        given: What was given under the former name.
-        stacklevel: Which caller the warning is attributed to, as in `warnings.warn`.
-
-    Raises:
-        ArgumentError: If both are given.
-    """
-    if value is not None:
-        raise ArgumentError(f"{former} is the former name of {name}; give {name} only")
-    warnings.warn(f"{former}= is deprecated; use {name}=", DeprecationWarning, stacklevel)
-    return given

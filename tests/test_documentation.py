@@ -44,8 +44,6 @@ MODULES = [
 ]
 WITHOUT_EXAMPLE: dict[str, str] = {
     "ortops.losses.Combined": "what a sum of losses gives; the example of Loss makes one",
-    "ortops.TrainingSession.noted": "the former name of `metadata`",
-    "ortops.TrainingSession.standing": "the former name of `resume_state`",
     "ortops.losses.Computed": "what `compute` returns to the builder",
     "ortops.losses.Prediction": "a part of Computed",
     "ortops.losses.compute": "what the builder calls; its arguments are parts of a graph",

@@ -37,7 +37,7 @@ from ortops import (
     schedules,
 )
 from ortops.execution.execution import Execution
-from ortops.metrics import accuracy, mean_absolute_error
+from ortops.metrics import Accuracy, MeanAbsoluteError, StreamingMetric
 from ortops.optimizers import SGD, Adam
 from ortops.surgery import free_batch
 from ortops.training.callback import Callback, Record
@@ -312,13 +312,17 @@ def test_validation_and_metrics() -> None:
 
 
 def test_metrics_by_hand() -> None:
+    def measured(metric: StreamingMetric, outputs: np.ndarray, targets: np.ndarray) -> float:
+        metric.update(outputs, targets)
+        return metric.result()
+
     logits = np.array([[1.0, 2.0], [3.0, 1.0], [0.0, 5.0]])
-    assert accuracy(logits, np.array([1, 1, 1])) == pytest.approx(2 / 3)
-    assert accuracy(np.array([[-1.0], [2.0]]), np.array([[0.0], [0.0]])) == 0.5
+    assert measured(Accuracy(), logits, np.array([1, 1, 1])) == pytest.approx(2 / 3)
+    assert measured(Accuracy(), np.array([[-1.0], [2.0]]), np.array([[0.0], [0.0]])) == 0.5
     pixels = np.zeros((2, 3, 4, 4))
     pixels[:, 2] = 1
-    assert accuracy(pixels, np.full((2, 4, 4), 2)) == 1.0
-    assert mean_absolute_error(np.array([1.0, -1.0]), np.array([0.0, 1.0])) == 1.5
+    assert measured(Accuracy(), pixels, np.full((2, 4, 4), 2)) == 1.0
+    assert measured(MeanAbsoluteError(), np.array([1.0, -1.0]), np.array([0.0, 1.0])) == 1.5
 
 
 def test_a_metric_needs_one_input_to_compare_with() -> None:

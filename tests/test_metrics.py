@@ -42,8 +42,6 @@ from ortops.metrics import (
     RootMeanSquaredError,
     StreamingMetric,
     TopK,
-    accuracy,
-    mean_absolute_error,
     resolve,
 )
 
@@ -67,6 +65,15 @@ def yes(shape: tuple[int, ...], seed: int = 1) -> Array:
 def softmax(z: Array, axis: int = 1) -> Array:
     e = np.exp(z.astype(np.float64) - z.max(axis=axis, keepdims=True))
     return e / e.sum(axis=axis, keepdims=True)
+
+
+def share(outputs: Array, targets: Array) -> float:
+    """The fraction of rows whose greatest score is that of their class."""
+    return float(np.mean(outputs.argmax(axis=1) == targets))
+
+
+def distance(outputs: Array, targets: Array) -> float:
+    return float(np.mean(np.abs(outputs.astype(np.float64) - targets)))
 
 
 def measured(metric: StreamingMetric, outputs: Array, targets: Array) -> float:
@@ -99,7 +106,7 @@ CASES: dict[str, tuple[StreamingMetric, Array, Array]] = {
         scores((40, 6, 4)),
         labels((40, 5), 4),
     ),
-    "function": (Function(mean_absolute_error), scores((40, 2)), scores((40, 2), 1)),
+    "function": (Function(distance), scores((40, 2)), scores((40, 2), 1)),
 }
 
 
@@ -435,7 +442,7 @@ def test_functions_are_told_apart_by_the_names_of_their_parameters() -> None:
         "metric 'raw': the function has a parameter 'y_true', but none of 'y_pred', 'y_score', "
         "'y_prob', 'y_proba', 'pred_decision'; rename one, or use Function(…, takes=)"
     )
-    assert measured(Function(accuracy), z, t) == np.mean(said == t)
+    assert measured(Function(share), z, t) == np.mean(said == t)
 
 
 # ----------------------------------------------------------------------------- messages
@@ -540,9 +547,9 @@ def test_outputs_that_do_not_fit() -> None:
             ),
         ),
         (
-            lambda: Function(accuracy, takes="all"),
+            lambda: Function(share, takes="all"),
             (
-                "metric 'accuracy': takes must be 'labels', 'probabilities', 'scores' or 'values', "
+                "metric 'share': takes must be 'labels', 'probabilities', 'scores' or 'values', "
                 "got 'all'"
             ),
         ),
@@ -586,13 +593,13 @@ def test_batches_of_several_forms_are_refused() -> None:
         OrtopsError, match="batches have 3 and 2 columns; the number must be the same"
     ):
         r2.update(z[:, :2], z[:, :2])
-    function = Function(accuracy)
+    function = Function(share)
     function.update(scores((2, 3, 4)), labels((2, 4), 3))
     function.update(scores((2, 3, 5)), labels((2, 5), 3))
     with pytest.raises(OrtopsError) as raised:
         function.result()
     assert str(raised.value) == (
-        "metric 'accuracy': cannot concatenate outputs of shapes [2, 3, 4] and [2, 3, 5]; use "
+        "metric 'share': cannot concatenate outputs of shapes [2, 3, 4] and [2, 3, 5]; use "
         "batches of one shape, or a StreamingMetric"
     )
 

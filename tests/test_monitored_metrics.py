@@ -22,8 +22,6 @@ from ortops.metrics import (
     Function,
     MeanAbsoluteError,
     StreamingMetric,
-    accuracy,
-    mean_absolute_error,
     resolve,
 )
 from ortops.training.history import History
@@ -170,9 +168,6 @@ class Torch:
 @pytest.mark.parametrize(
     ("metric", "more"),
     [
-        (accuracy, True),
-        (functools.partial(accuracy, kind="logits"), True),
-        (mean_absolute_error, False),
         (Accuracy(name="loss_of_weight"), True),
         (MeanAbsoluteError(name="score"), False),
         (Declared, True),

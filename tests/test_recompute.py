@@ -281,22 +281,6 @@ def test_what_is_no_choice(given: Any) -> None:
         TrainingSession(deep(), recompute=given)
 
 
-def test_the_former_name_works_and_warns() -> None:
-    model = deep()
-    with pytest.warns(DeprecationWarning, match="^checkpoint= is deprecated; use recompute=$") as w:
-        former = TrainingSession(model, checkpoint="sqrt")
-    assert w[0].filename == __file__
-    batch, session = images(5, 6), TrainingSession(model, recompute="sqrt")
-    for _ in range(2):
-        assert former.step(batch)["loss"] == session.step(batch)["loss"]
-
-
-def test_both_names_are_an_error() -> None:
-    message = "^checkpoint is the former name of recompute; give recompute only$"
-    with pytest.raises(ArgumentError, match=message):
-        TrainingSession(deep(), recompute="sqrt", checkpoint="sqrt")
-
-
 @pytest.mark.parametrize("chosen", [1, ["y"]])
 def test_two_ways_side_by_side(chosen: Any) -> None:
     with Tape(name="two ways") as tape:

@@ -25,7 +25,7 @@ from ortops.errors import ArgumentError
 from ortops.metrics.classification import F1, Accuracy, IoU, Precision, Recall, TopK
 from ortops.metrics.confusion import ConfusionMatrix
 from ortops.metrics.detection import MeanAveragePrecision
-from ortops.metrics.functions import Function, accuracy, mean_absolute_error
+from ortops.metrics.functions import Function
 from ortops.metrics.metric import StreamingMetric
 from ortops.metrics.ranking import AUC, NDCG
 from ortops.metrics.regression import (
@@ -57,8 +57,6 @@ __all__ = [
     "RootMeanSquaredError",
     "StreamingMetric",
     "TopK",
-    "accuracy",
-    "mean_absolute_error",
     "resolve",
 ]
 

@@ -24,7 +24,7 @@ from ortops.metrics.metric import (
 )
 from ortops.metrics.regression import MeanAbsoluteError
 
-__all__ = ["Function", "accuracy", "mean_absolute_error"]
+__all__ = ["Function"]
 
 _TAKES = {
     "y_pred": "labels",
@@ -37,40 +37,6 @@ _TAKES = {
 
 _PROBABILITIES = ("log_loss", "d2_log_loss_score")
 """Functions of scikit-learn whose ``y_pred`` are probabilities."""
-
-
-def accuracy(
-    outputs: Array, targets: Array, *, kind: str = "logits", ignored: int | None = None
-) -> float:
-    """Returns the fraction of correct predictions; see `Accuracy`.
-
-    Args:
-        outputs: Class scores of shape (N, C, …), binary scores of the targets' shape, or labels.
-        targets: Integer labels of shape (N, …), or targets of 0 and 1.
-        kind: What binary scores are: ``"logits"`` are positive above 0, ``"log_probabilities"``
-            above log ½, ``"probabilities"`` and ``"values"`` above ½.
-        ignored: A label to ignore.
-
-    Example:
-        >>> accuracy(np.array([[0.1, 0.9], [0.8, 0.2]]), np.array([1, 1]))
-        0.5
-        >>> accuracy(np.array([0.1, 0.9]), np.array([0.0, 1.0]), kind="probabilities")
-        1.0
-    """
-    return _measured(Accuracy(kind=kind, ignored=ignored), outputs, targets)
-
-
-def mean_absolute_error(outputs: Array, targets: Array) -> float:
-    """Returns the mean of |outputs − targets|; see `MeanAbsoluteError`.
-
-    Raises:
-        OrtopsError: If the shapes differ.
-
-    Example:
-        >>> mean_absolute_error(np.array([1.0, 2.0]), np.array([1.0, 3.0]))
-        0.5
-    """
-    return _measured(MeanAbsoluteError(), outputs, targets)
 
 
 def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,8 +53,6 @@ def _module(function: Callable[..., Any]) -> str:
 def _direction(function: Callable[..., Any]) -> bool | None:
     """Returns whether more of the result of a function is better; None if that is not known."""
     whole = _whole(function)
-    if whole is accuracy or whole is mean_absolute_error:
-        return whole is accuracy
     for each in (function, whole):
         own = getattr(each, "higher_is_better", None)  # as in torchmetrics
         if isinstance(own, bool):
@@ -99,11 +63,6 @@ def _direction(function: Callable[..., Any]) -> bool | None:
     if name.endswith(("_score", "_corrcoef")):
         return True
     return False if name.endswith(("_loss", "_error", "_deviance")) else None
-
-
-def _measured(metric: StreamingMetric, outputs: Array, targets: Array) -> float:
-    metric.update(outputs, targets)
-    return metric.result()
 
 
 @dataclass
@@ -190,10 +149,10 @@ class Function(StreamingMetric):
     @property
     def fits(self) -> frozenset[str] | None:  # type: ignore[override]
         """See `StreamingMetric`; functions of users fit anything."""
-        whole, module = _whole(self.function), _module(self.function)
-        if whole is accuracy or module.startswith("sklearn.metrics._"):
-            return MeanAbsoluteError.fits if module.endswith("._regression") else Accuracy.fits
-        return MeanAbsoluteError.fits if whole is mean_absolute_error else None
+        module = _module(self.function)
+        if not module.startswith("sklearn.metrics._"):
+            return None
+        return MeanAbsoluteError.fits if module.endswith("._regression") else Accuracy.fits
 
     @property
     def takes_weights(self) -> bool:

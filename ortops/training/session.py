@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 
-from ortops.arguments import renamed
 from ortops.errors import ArgumentError, OrtopsError
 from ortops.execution.execution import Execution
 from ortops.execution.onnxruntime_sessions import UpdateKernels
@@ -106,12 +104,11 @@ class TrainingSession:
             Limited Resources", 2023.
         settings: How steps are executed, for measurements and tests. Results stay the same up to
             rounding.
-        checkpoint: Deprecated; the former name of ``recompute``.
 
     Raises:
-        ArgumentError: If ``recompute`` is not valid, both it and ``checkpoint`` are given, or
-            ``outputs`` names something that is not an output; or if a provider is unknown, or does
-            not work on this machine and CPUExecutionProvider is not listed behind it.
+        ArgumentError: If ``recompute`` is not valid, or ``outputs`` names something that is not an
+            output; or if a provider is unknown, or does not work on this machine and
+            CPUExecutionProvider is not listed behind it.
         ModelError: If the model has no training_info or is not legal, or if ``recompute`` names a
             tensor that the model does not compute.
         OrtopsError: If ``kernels="compiled"`` and llvmlite is not installed.
@@ -150,10 +147,7 @@ class TrainingSession:
         outputs: Sequence[str] | None = None,
         optimizer_in_backward: bool = False,
         settings: Settings | None = None,
-        checkpoint: Checkpoint | None = None,
     ) -> None:
-        if checkpoint is not None:
-            recompute = renamed("recompute", recompute, "checkpoint", checkpoint, stacklevel=6)
         self._loaded = LoadedModel(
             model,
             entry,
@@ -719,9 +713,6 @@ class TrainingSession:
     @parameters.setter
     def parameters(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
         self._loaded.set_parameters(arrays)
-
-    noted = property(operator.attrgetter("metadata"), doc="The former name of `metadata`.")
-    standing = property(operator.attrgetter("resume_state"), doc="That of `resume_state`.")
 
     @property
     def learning_rate(self) -> float:
