@@ -371,7 +371,7 @@ def test_a_fraction_of_the_rows_is_held_out(
 ) -> None:
     rows = [[65 + n, 66 + n, 67 + n] for n in range(10)]
     whole = FineTuning(base, rank=1)
-    whole.fit(rows, epochs=2, batch_size=2, validation=0.3, seed=3, progress=False)
+    whole.fit(rows, epochs=2, batch_size=2, validation=0.25, seed=3, progress=False)
     assert whole.session.steps_done == 2 * 4  # 7 rows
     aside = sorted(np.random.default_rng(3).permutation(10)[:3])
     held_out = whole.evaluate([rows[place] for place in aside], batch_size=2)
@@ -380,18 +380,20 @@ def test_a_fraction_of_the_rows_is_held_out(
     file, saved = tmp_path / "rows.jsonl", str(tmp_path / "tuned")
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     start = ["tune", str(base), str(file), "--rank", "1", "--batch-size", "2", "--quiet"]
-    start += ["--validation", "0.3", "--seed", "3", "--save", saved]
+    start += ["--validation", "0.25", "--seed", "3", "--save", saved]
     assert main([*start, "--epochs", "1"]) == 0
     assert main([*start, "--epochs", "2", "--resume"]) == 0
     again = FineTuning.load(saved)
     assert again.session.history == whole.session.history
-    without = [each for each in start if each not in ("--validation", "0.3")]
+    without = [each for each in start if each not in ("--validation", "0.25")]
     assert main([*without, "--epochs", "3", "--resume"]) == 1
     expected = "the data must have 4 batches, as in the training to resume, got 5"
     assert expected in capsys.readouterr().err
-    for share in (0.01, 1, -0.5, float("nan")):
-        with pytest.raises(ArgumentError, match=f"leaves rows for both .* got {share} of 10 rows"):
+    for share in (0, 1, -0.5, float("nan")):
+        with pytest.raises(ArgumentError, match=f"a fraction between 0 and 1, got {share}$"):
             whole.fit(rows, validation=share, progress=False)
+    with pytest.raises(ArgumentError, match="must leave rows .*, got 0.95 of 10 rows: 0 would be"):
+        whole.fit(rows, validation=0.95, progress=False)
 
 
 def test_rows_are_truncated_and_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from ortops import callbacks, losses, metrics, optimizers, schedules
 from ortops.building.builder import build_light
 from ortops.check import quiet
@@ -41,6 +39,7 @@ from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.json_text import read_json
 from ortops.training.sample_weights import ClassWeight
 from ortops.training.session import TrainingSession
+from ortops.training.validation_split import hold_out
 
 __all__ = ["build", "evaluate", "rate_of", "train"]
 
@@ -434,15 +433,8 @@ def _parts(
         raise OrtopsError(
             f"--validation must be a fraction between 0 and 1 or a data set, got {share:g}"
         )
-    order = np.random.default_rng(options.seed or 0).permutation(size)
-    count = round(size * share)
-    if not 0 < count < size:
-        raise OrtopsError(
-            f"--validation {share:g} holds out {count} of {size} rows; choose a fraction that "
-            "leaves rows for both training and validation"
-        )
-    aside, rest = order[:count], order[count:]
-    say(f"held out {count} of {size} rows for validation")
+    rest, aside = hold_out(size, share, options.seed or 0, name="--validation")
+    say(f"held out {len(aside)} of {size} rows for validation")
     axes = row_axes_of(inputs)
     return (
         data.arrays | {name: select(data.arrays[name], rest, axes[name]) for name in axes},

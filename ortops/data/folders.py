@@ -20,6 +20,7 @@ from ortops.errors import ArgumentError, FeedError, did_you_mean
 from ortops.optional import optional_module
 from ortops.training.data import RowData
 from ortops.training.feeds import Feeds, Inputs
+from ortops.training.validation_split import hold_out
 
 __all__ = ["ImageFolder", "classes_of", "image_folder"]
 
@@ -197,15 +198,9 @@ def image_folder(
     training = ImageFolder(rows, files, names, labels)
     if not share:
         return training
-    count = round(len(files) * share)
-    if not 0 < count < len(files):
-        raise ArgumentError(
-            f"validation_split must leave rows for training and for validation, got {share:g} of "
-            f"{len(files)} images"
-        )
-    order = np.random.default_rng(seed).permutation(len(files))
-    result = training.take(np.sort(order[count:]))
-    result.validation = ImageFolder(plain, files, names, labels).take(np.sort(order[:count]))
+    rest, aside = hold_out(len(files), share, seed, name="validation_split", unit="images")
+    result = training.take(rest)
+    result.validation = ImageFolder(plain, files, names, labels).take(aside)
     return result
 
 

@@ -30,6 +30,7 @@ from ortops.llm.tokenization import Tokenizer
 from ortops.training.feeds import Inputs
 from ortops.training.samples import grouped
 from ortops.training.session import TrainingSession
+from ortops.training.validation_split import hold_out
 
 __all__ = ["Batches", "Epochs", "Unit"]
 
@@ -120,15 +121,12 @@ class Batches:
         Raises:
             ArgumentError: If the share leaves no rows for one of them.
         """
-        count = round(len(units) * share) if 0 < share < 1 else 0
-        if not 0 < count < len(units):
+        if not 0 < share < 1:
             raise ArgumentError(
-                "validation must be rows, a file, or a fraction between 0 and 1 that leaves rows "
-                f"for both training and validation, got {share!r} of {len(units)} rows"
+                f"validation must be rows, a file, or a fraction between 0 and 1, got {share!r}"
             )
-        order = np.random.default_rng(seed).permutation(len(units)).tolist()
-        logger.info("held out %d of %d rows for validation", count, len(units))
-        aside, rest = sorted(order[:count]), sorted(order[count:])
+        rest, aside = hold_out(len(units), share, seed, name="validation")
+        logger.info("held out %d of %d rows for validation", len(aside), len(units))
         return [units[place] for place in rest], [units[place] for place in aside]
 
     def check(self, padding: str, *, group_by_length: bool) -> None:

@@ -1,24 +1,57 @@
-"""Setting aside the last part of a data set for validation."""
+"""Setting aside a part of a data set for validation."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+
 from ortops.errors import ArgumentError, FeedError
 from ortops.training.data import Source
 
-__all__ = ["split_source"]
+__all__ = ["hold_out", "split_source"]
+
+
+def hold_out(
+    size: int, fraction: float, seed: int | None = None, *, name: str, unit: str = "rows"
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Divides rows: ``floor(n · (1 - fraction))`` of n are for training, the others for validation.
+
+    Args:
+        size: The number of rows.
+        fraction: The fraction for validation.
+        seed: Determines the rows for validation, which are drawn at random. None for the last ones,
+            as ``validation_split`` of ``keras.Model.fit`` takes them.
+        name: The name of the argument.
+        unit: What the data set consists of.
+
+    Returns:
+        The rows for training and those for validation, each in ascending order.
+
+    Raises:
+        ArgumentError: If one of the parts would be empty.
+
+    Example:
+        >>> [rows.tolist() for rows in hold_out(5, 0.3, name="validation_split")]
+        [[0, 1, 2], [3, 4]]
+    """
+    kept = math.floor(size * (1.0 - fraction))
+    if not 0 < kept < size:
+        raise ArgumentError(
+            f"{name} must leave {unit} for training and for validation, got "
+            f"{fraction:g} of {size} {unit}: {kept} would be for training"
+        )
+    order = np.arange(size)[::-1] if seed is None else np.random.default_rng(seed).permutation(size)
+    return np.sort(order[size - kept :]), np.sort(order[: size - kept])
 
 
 def split_source(source: Source, fraction: float) -> tuple[Source, Source]:
-    """Divides a data set: the first part is for training, the last one for validation.
-
-    Of n rows, the first ``floor(n · (1 - fraction))`` are for training, before any shuffling; of
-    given batches, as many of these.
+    """Divides a data set: the first rows are for training, before any shuffling, the last ones not.
 
     Args:
-        source: The data set.
+        source: The data set; of given batches, batches count in place of rows.
         fraction: The fraction for validation, between 0 and 1.
 
     Raises:
@@ -46,10 +79,5 @@ def split_source(source: Source, fraction: float) -> tuple[Source, Source]:
     if size is None:
         size, unit = source.batches, "batches"
     assert size is not None
-    kept = math.floor(size * (1.0 - fraction))
-    if not 0 < kept < size:
-        raise ArgumentError(
-            f"validation_split must leave {unit} for training and for validation, got "
-            f"{fraction:g} of {size} {unit}: {kept} would be for training"
-        )
+    kept = len(hold_out(size, fraction, name="validation_split", unit=unit)[0])
     return source.part(0, kept), replace(source.part(kept, size), prefetch=0)
