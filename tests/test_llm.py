@@ -392,7 +392,7 @@ def test_a_fraction_of_the_rows_is_held_out(
     for share in (0, 1, -0.5, float("nan")):
         with pytest.raises(ArgumentError, match=f"a fraction between 0 and 1, got {share}$"):
             whole.fit(rows, validation=share, progress=False)
-    with pytest.raises(ArgumentError, match="must leave rows .*, got 0.95 of 10 rows: 0 would be"):
+    with pytest.raises(ArgumentError, match=r"must leave rows .*, got 0\.95 of 10 rows: 0 would"):
         whole.fit(rows, validation=0.95, progress=False)
 
 

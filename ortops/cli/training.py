@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import shlex
@@ -13,7 +12,6 @@ from typing import Any, TypeAlias
 
 from ortops import callbacks, losses, metrics, optimizers, schedules
 from ortops.building.builder import build_light
-from ortops.check import quiet
 from ortops.cli import configuration
 from ortops.cli.calls import make, read_call
 from ortops.cli.data import (
@@ -58,7 +56,7 @@ _CLASS_WEIGHT = "class_weight"
 
 _REPLACED = ("--best", "--plot", "--write-config")
 
-_BATCH_SIZE, _ANY_STEPS = 32, 2**31
+_BATCH_SIZE = 32
 
 
 def build(options: argparse.Namespace) -> int:
@@ -140,22 +138,13 @@ def _prepare(
     model: LightModel, options: argparse.Namespace
 ) -> tuple[LightModel, Columns, Columns | None]:
     """Returns the trainable model, the training data and the validation data."""
-    trainable = bool(model.proto.training_info)
-    if not trainable:
-        with quiet():  # it is built again below, once the data give the number of steps
-            inputs = _wanted_inputs(_build(model, options, steps=_ANY_STEPS), options)
-    else:
-        inputs = _wanted_inputs(model, options)
     classes = read_classes(model.proto)
+    if not model.proto.training_info:
+        model = _build(model, options)
+    inputs = _wanted_inputs(model, options)
     data = read_given(options, options.data, inputs, classes)
     size = rows_of(data, row_axes_of(inputs))
     training, validation = _parts(data, options, inputs, size, classes)
-    if not trainable:
-        size = rows_of(DataFile(training), row_axes_of(inputs))
-        batches = -(-size // (options.batch_size or _BATCH_SIZE))
-        updates = -(-batches // (options.accumulate or 1))  # the last one may be of fewer batches
-        steps = min((options.epochs or 1) * updates, options.max_steps or _ANY_STEPS)
-        model = _build(model, options, steps=steps)
     _note_classes(model, data)
     return model, training, validation
 
@@ -268,16 +257,8 @@ def evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _build(
-    model: LightModel, options: argparse.Namespace, *, steps: int | None = None
-) -> LightModel:
-    """Returns a trainable model built with the given options.
-
-    Args:
-        model: The model.
-        options: The options.
-        steps: The default number of steps of a learning-rate schedule.
-    """
+def _build(model: LightModel, options: argparse.Namespace) -> LightModel:
+    """Returns a trainable model built with the given options."""
     if model.proto.training_info:
         raise OrtopsError(
             f"'{options.model}' is already trainable; continue with ortops train, or write its "
@@ -287,7 +268,7 @@ def _build(
     optimizer = read_call(options.optimizer or "Adam", "--optimizer")
     more: dict[str, Any] = {}
     if options.learning_rate is not None:
-        more["learning_rate"] = rate_of(options.learning_rate, steps)
+        more["learning_rate"] = rate_of(options.learning_rate)
     settings = {
         name: value
         for name in ("trainable", "batch_normalization", "clip_norm", "clip_value", "ema_decay")
@@ -401,19 +382,15 @@ def metric(text: str) -> metrics.Metric:
     return made
 
 
-def rate_of(text: str, steps: int | None) -> float | schedules.Schedule:
-    """Returns a learning rate or a schedule, by default over all steps of the training."""
+def rate_of(text: str) -> float | schedules.Schedule:
+    """Returns a learning rate or a schedule, for which `fit` sets the number of steps."""
     try:
         return float(text)
     except ValueError:
         pass
     call = read_call(text, "--learning-rate")
     known = {name: getattr(schedules, name) for name in schedules.__all__ if name.islower()}
-    more: dict[str, Any] = {}
-    function = known.get(call.name)
-    if steps and function and "steps" in inspect.signature(function).parameters:
-        more["steps"] = steps
-    made: schedules.Schedule = make(call, known, "--learning-rate", **more)
+    made: schedules.Schedule = make(call, known, "--learning-rate")
     return made
 
 

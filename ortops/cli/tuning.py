@@ -9,7 +9,6 @@ from ortops.cli.standard_streams import say
 from ortops.cli.training import rate_of
 from ortops.errors import OrtopsError
 from ortops.llm import FineTuning
-from ortops.llm.examples import rows_of
 from ortops.llm.saving import ADAPTER, TRAINING
 
 __all__ = ["tune"]
@@ -27,18 +26,7 @@ def tune(options: argparse.Namespace) -> int:
     _check_save(options, save)
     _check_merge(options, save)
     epochs, batch_size = options.epochs or 1, options.batch_size or 4
-    rate = None
-    if options.learning_rate is not None:
-        count = sum(1 for _ in rows_of(options.data))
-        share = _validation(options.validation)
-        count -= round(count * share) if isinstance(share, float) else 0
-        batches = -(-count // batch_size)
-        rate = rate_of(options.learning_rate, epochs * batches)
-        if options.packing and not isinstance(rate, int | float):
-            raise OrtopsError(
-                f"--learning-rate must be a number with --packing, got '{options.learning_rate}', "
-                "as the number of steps is not known before"
-            )
+    rate = None if options.learning_rate is None else rate_of(options.learning_rate)
     if resumes:
         tuning = FineTuning.load(folder, providers=options.providers)
     elif continues:
