@@ -98,8 +98,17 @@ def test_models_that_do_not_keep_examples_apart(
     start = ["tune", str(served), str(rows), "--packing", "--save", str(tmp_path / "d")]
     assert main(start) == 1
     assert expected in capsys.readouterr().err
-    assert main([*start, "--learning-rate", "cosine(1e-3)"]) == 1
-    assert "must be a number with --packing" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_schedule_has_as_many_steps_as_packed_batches(tmp_path: Path) -> None:
+    folder, rows, saved = write(tmp_path / "a", mask=np.bool_), tmp_path / "b.jsonl", tmp_path / "c"
+    rows.write_text("".join(f"{row}\n" for row in ROWS))
+    start = ["tune", str(folder), str(rows), "--packing", "--max-length", "10", "--batch-size", "1"]
+    start += ["--learning-rate", "cosine(1e-3)", "--epochs", "3", "--save", str(saved)]
+    assert main(start) == 0
+    session = FineTuning.load(saved).session
+    assert session.state["schedule_steps"] == session.steps_done == 3 * 2
 
 
 @pytest.mark.slow
