@@ -20,17 +20,13 @@ from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_te
 
 import ortops
 from benchmarks import (
-    functions,
     ideal,
     machine,
     measure,
     own,
-    places,
     plot,
     profiling,
     report,
-    scale,
-    spinning,
     start,
     works,
 )
@@ -635,108 +631,6 @@ def test_batches_are_the_same_each_time(work: works.Work) -> None:
         assert list(feeds) == list(others)
         for name, array in feeds.items():
             np.testing.assert_array_equal(array, others[name])
-
-
-@pytest.mark.slow
-def test_places_train_from_one_folder(tmp_path: Path) -> None:
-    """Those in Python; the others have tests of their own."""
-    assert len(places.prepare(tmp_path)) >= 2
-    found = [f(tmp_path) for f in (places.in_a_session, places.with_the_step_graph)]
-    assert found[0][1] == pytest.approx(found[1][1], abs=1 / 360)
-    assert found[0][1] > 0.85
-
-
-# ------------------------------------------------------------------------------------------ scale
-
-
-@pytest.mark.parametrize("way", scale.WAYS.values(), ids=scale.WAYS)
-def test_a_formula_is_found_again_and_tells_the_largest_model(way: scale.Way) -> None:
-    held, layers = 4.5, 21.0
-
-    def megabytes(point: scale.Point) -> float:
-        depth = math.sqrt(point.depth) if way.recompute else point.depth
-        bytes_of_weights = 4 * 12 * point.depth * point.width**2
-        bytes_between_layers = 4 * point.batch * 128 * point.width
-        return 90 + (held * bytes_of_weights + layers * bytes_between_layers * depth) / 1e6
-
-    found = {point: scale.Measured(1.0, megabytes(point)) for point in scale.POINTS}
-    formula = scale.fit(way, found)
-    np.testing.assert_allclose([formula.base, formula.parameters, formula.layers], [90, 4.5, 21])
-    point = scale.largest(formula, way, 20_000, batch=8)
-    assert point.width == 64 * point.depth
-    further = scale.Point(point.depth + 1, 64 * (point.depth + 1), 8)
-    assert megabytes(point) <= 20_000 < megabytes(further)
-    with pytest.raises(ValueError, match="cannot fit even one layer in 50 MB"):
-        scale.largest(formula, way, 50, batch=8)
-
-
-def test_operations_are_those_of_the_matrix_products() -> None:
-    point = scale.Point(depth=2, width=64, batch=3)
-    rows = 3 * 128
-    products = [(rows, 64, 192), (rows, 64, 64), (rows, 64, 256), (rows, 256, 64)]
-    products += [(rows, 64, 128), (rows, 128, 64)]  # scores, and what they mix, of one head
-    forward = 2 * sum(2 * m * k * n for m, k, n in products)
-    assert point.operations == 3 * forward
-    assert point.parameters == 2 * sum(k * n for _, k, n in products[:4])
-
-
-def test_scale_prints_tables_and_fails_where_a_prediction_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def measured(point: scale.Point, way: scale.Way) -> scale.Measured:
-        more = 1.2 if point not in scale.POINTS and way.rank else 1.0
-        return scale.Measured(0.5, more * (100 + 16e-6 * point.parameters))
-
-    monkeypatch.setattr(scale, "measure", measured)
-    assert scale.main(["--limit", "2", "--confirm", "1", "--output", str(tmp_path / "t")]) == 1
-    shown = capsys.readouterr().out
-    assert (tmp_path / "t").read_text(encoding="utf-8") + "\n" == shown
-    (row,) = (row for row in rows_of(shown, "times parameters") if row[0] == "Adam")
-    assert row[1:3] == ["100", "4.00"]
-    assert row[4:] == ["108·10⁶ (13 layers of 832)"] * 2
-    confirmed = {row[0]: int(row[3]) / int(row[2]) for row in rows_of(shown, "predicted, MB")}
-    assert [round(ratio, 2) for ratio in confirmed.values()] == [1.0, 1.0, 1.2]
-
-
-@pytest.mark.slow
-def test_a_training_is_measured_in_a_process_of_its_own() -> None:
-    point = scale.Point(depth=1, width=64, batch=2)
-    found = [scale.measure(point, scale.WAYS[name]) for name in ("Adam", "Adam, LoRA, checkpoint")]
-    assert all(0 < each.seconds < 60 and 20 < each.megabytes < 1000 for each in found)
-
-
-@pytest.mark.slow
-def test_ways_to_wait_are_measured_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert spinning.main([MODEL], rounds=1, turn=0.01) == 0
-    rows = rows_of(capsys.readouterr().out, "spin, µs")
-    assert [row[2] for row in rows] == ["default", "0", "20", "200"] * 2
-    assert {row[1] for row in rows} == {"nothing", "a busy core"}
-    assert all(float(least) <= float(median) for *_, least, median, _ in rows)
-
-
-@pytest.mark.nightly(0)
-@pytest.mark.torch
-@pytest.mark.slow
-@pytest.mark.optional("onnx_ad", "compare")
-def test_functions_are_compared_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "WORKS", functions.WORKS[:1])
-    text, differing = functions.report(measure.QUICK)
-    assert not differing
-    (row,) = rows_of(text, "JAX")
-    assert len(row) == 1 + len(functions.PEERS)
-    assert all(float(cell) > 0 for cell in row[1:])
-    assert re.search(r"takes \d+ µs in `InferenceSession.run`, \d+ µs as a Function", text)
-
-
-@pytest.mark.torch
-def test_a_peer_that_fails_or_differs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = functions.WORKS[0]
-    found = functions.start(name, "`Function.value_and_grad`")
-    expected = functions.start(name, "torch eager")
-    for key, value in expected.items():
-        assert np.allclose(found[key], value, rtol=1e-3, atol=1e-5)
-    monkeypatch.setitem(functions.PEERS, "broken", lambda work: 1 / 0)
-    assert functions.start(name, "broken") == "ZeroDivisionError: division by zero"
 
 
 @pytest.mark.parametrize(
