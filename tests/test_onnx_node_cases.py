@@ -265,7 +265,8 @@ def torch_judges() -> Iterator[bool]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.quick(450)
+@pytest.mark.nightly(800)
+@pytest.mark.quick(400)
 @node_cases.parametrized([name for name in CASES if name not in NOT_RUN | REFUSED])
 def test_gradient(name: str, torch_judges: bool) -> None:
     """Both oracles judge one session; what either says is in the message."""
