@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 
@@ -12,6 +14,7 @@ from models.mlp import mlp
 from models.resnet import resnet
 from ortops import TrainingSession, build_training_model
 from ortops.execution.settings import Settings
+from ortops.execution.sizes import bind_sizes
 from ortops.optimizers import SGD, Momentum
 from ortops.passes.blocked.kernels import block_size
 from tests.spies import Spy
@@ -129,3 +132,21 @@ def test_the_graph_for_any_shapes_is_made_when_it_is_needed(spy: Spy) -> None:
     ours.step(batch(3))
     ours.step(batch(5))
     assert spy.rows("images") == [4, 2, None]
+
+
+def test_sizes_are_known_beside_values_without_shape() -> None:
+    model = ir.from_proto(
+        onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        pairs (float[n, 4] x) => (y) <int64[2] rest = {2, 2}, int64[1] zero = {0}> {
+            sizes = Shape (x)
+            rows = Gather (sizes, zero)
+            shape = Concat <axis = 0> (rows, rest)
+            cubes = Reshape (x, shape)
+            parts = SplitToSequence <axis = 1, keepdims = 0> (cubes)
+            first = Constant <value_int = 0> ()
+            y = SequenceAt (parts, first)
+        }""")
+    )
+    bind_sizes(model, {"n": 3})
+    (cubes,) = (node.outputs[0] for node in model.graph if node.op_type == "Reshape")
+    assert cubes.shape == ir.Shape([3, 2, 2])
