@@ -178,7 +178,13 @@ class _Scene:
                 f"loss {loss.name} uses axis 1 of {self._shown(given.value)}, of shape "
                 f"{list(given.shape or ())}, as the class axis; use axis=-1 for the last one"
             )
-        tensor = given
+        tensor = self._read(loss, given, found, reads)
+        if id(loss) not in self.predictions:
+            self._remember(loss, given, tensor, found, reads, axis)
+        return _wide(tensor), axis
+
+    def _read(self, loss: Loss, given: Tensor, found: Squashed | None, reads: Reads) -> Tensor:
+        """Returns what a loss reads of a tensor, in the form in which it reads it."""
         if reads == "values" or found is None:
             part = partly_squashed(given.value) if reads == "logits" else None
             if part is not None:
@@ -193,37 +199,51 @@ class _Scene:
                     f"loss {loss.name} reads {self._shown(given.value)} as {what}, although no "
                     "known form of Softmax or Sigmoid computes it"
                 )
-        elif reads == "logits":
-            tensor = self._logits(loss, given, found)
-        elif reads == "probabilities":
-            if found.kind == "log_softmax":
-                self.say(
-                    f"loss {loss.name} reads the exponential of the log-probabilities "
-                    f"{self._shown(given.value)}"
-                )
-                tensor = op.Exp(given)
-        elif found.kind != "log_softmax":
-            tensor = self._logarithms(loss, given, found)
+            return given
+        if reads == "logits":
+            return self._logits(loss, given, found)
+        if reads == "log_probabilities":
+            is_logarithm = found.kind == "log_softmax"
+            return given if is_logarithm else self._logarithms(loss, given, found)
+        if found.kind != "log_softmax":
+            return given
+        self.say(
+            f"loss {loss.name} reads the exponential of the log-probabilities "
+            f"{self._shown(given.value)}"
+        )
+        return op.Exp(given)
+
+    def _remember(
+        self,
+        loss: Loss,
+        given: Tensor,
+        tensor: Tensor,
+        found: Squashed | None,
+        reads: Reads,
+        axis: int | None,
+    ) -> None:
+        """Records the first prediction that a loss reads, for metrics."""
         kinds: dict[Any, Kind] = {None: "values", "log_softmax": "log_probabilities"}
         kind = kinds.get(found and found.kind, "probabilities") if reads == "values" else reads
-        if id(loss) not in self.predictions:
-            ignored = getattr(loss, "ignore_index", None)
-            known = None if axis is None else int(axis)  # JSON cannot store numpy's integers
-            ignored = None if ignored is None else int(ignored)
-            name = self._name(given.value)
-            shifted = getattr(loss, "shifts_labels", False)
-            looked_at = Prediction(
-                tensor, kind, known, ignored=ignored, output=name, shifted=shifted
-            )
-            shared = {name: getattr(loss, name) for name in loss.shared}
-            # The loss is stored, so its id stays unique.
-            bounded = reads == "logits" and found is None and may_be_bounded(given.value)
-            form = "probabilities" if getattr(loss, "probabilities", False) is True else ""
-            form = form or "numbers" * (reads == "values" != kind)
-            looked_at = replace(looked_at, shared=shared, bounded=bounded, form=form)
-            looked_at = replace(looked_at, sample_weight=loss.sample_weight)
-            self.predictions[id(loss)] = (loss, looked_at)
-        return _wide(tensor), axis
+        ignored = getattr(loss, "ignore_index", None)
+        is_given_probabilities = getattr(loss, "probabilities", False) is True
+        self.predictions[id(loss)] = (  # the loss is stored, so its id stays unique
+            loss,
+            Prediction(
+                tensor,
+                kind,
+                None if axis is None else int(axis),  # JSON cannot store numpy's integers
+                ignored=None if ignored is None else int(ignored),
+                output=self._name(given.value),
+                shifted=getattr(loss, "shifts_labels", False),
+                shared={name: getattr(loss, name) for name in loss.shared},
+                bounded=reads == "logits" and found is None and may_be_bounded(given.value),
+                form="probabilities"
+                if is_given_probabilities
+                else "numbers" * (reads == "values" != kind),
+                sample_weight=loss.sample_weight,
+            ),
+        )
 
     def logits_of(self, loss: Loss, scores: Tensor, name: str | None) -> Tensor:
         """See `ortops.losses.loss.Sources`."""
