@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.data.opening import open_regular
 from ortops.errors import FeedError
+from ortops.graph.files.opening import open_regular
 from ortops.graph.limits import LIMITS
 from ortops.numbers import cast_numbers
 from ortops.optional import optional_module
