@@ -441,8 +441,7 @@ class _ArrowColumns(Mapping[str, Any]):
     """The columns of an Arrow or Feather file, each read on access."""
 
     def __init__(self, path: str) -> None:
-        with open_regular(path):
-            self._rows = open_arrow(path)
+        self._rows = open_arrow(path)
         _check_names(self._rows.names, path)
         check_size(f"data '{path}'", self._rows.size)
 

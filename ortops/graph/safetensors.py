@@ -10,7 +10,6 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,6 +19,7 @@ import onnx_ir as ir
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.json_text import read_json
+from ortops.graph.files.opening import open_regular, read_regular
 from ortops.numbers import Array
 
 __all__ = ["dump_safetensors", "map_safetensors", "read_safetensors", "write_safetensors"]
@@ -40,6 +40,7 @@ _TYPES: Mapping[str, npt.DTypeLike] = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
+_REMEDY = "give a safetensors file"
 _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 
 
@@ -114,7 +115,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
         ModelError: If it is not a safetensors file.
         UnsupportedError: If numpy has no such element type.
     """
-    content = memoryview(Path(path).read_bytes())
+    content = memoryview(read_regular(path, remedy=_REMEDY))
     return {name: array.astype(array.dtype) for name, array in _arrays(path, content).items()}
 
 
@@ -127,7 +128,7 @@ def map_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
         ModelError: If it is not a safetensors file.
         UnsupportedError: If numpy has no such element type.
     """
-    with Path(path).open("rb") as stream:
+    with open_regular(path, error=ModelError, what="file", remedy=_REMEDY) as stream:
         if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
             return _arrays(path, memoryview(b""))
         content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

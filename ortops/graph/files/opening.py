@@ -11,7 +11,14 @@ from typing import BinaryIO
 from ortops.errors import FeedError, ModelError, OrtopsError
 from ortops.graph.files.atomic import naming
 
-__all__ = ["file_in_folder", "is_cached", "leads_out", "open_regular", "plain_path"]
+__all__ = [
+    "file_in_folder",
+    "is_cached",
+    "leads_out",
+    "open_regular",
+    "plain_path",
+    "read_regular",
+]
 
 
 def open_regular(
@@ -57,6 +64,34 @@ def open_regular(
     raise error(f"{what} '{file}' is not a regular file; {remedy}")
 
 
+def read_regular(
+    path: str | os.PathLike[str],
+    *,
+    most: int | None = None,
+    error: type[OrtopsError] = ModelError,
+    what: str = "file",
+    remedy: str = "give a regular file",
+) -> bytes:
+    """Returns the content of a regular file; see `open_regular`.
+
+    Args:
+        path: The file.
+        most: The largest number of bytes, `LIMITS.metadata_bytes` for text.
+        error: The class of the error if it is something else, or larger.
+        what: What messages call it.
+        remedy: What messages suggest.
+    """
+    with open_regular(path, error=error, what=what, remedy=remedy) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        content = b"" if most is not None and size > most else stream.read()
+    if most is not None and size > most:
+        raise error(
+            f"{what} '{path}' must have at most {most:,} bytes, got {size:,}; raise "
+            "ortops.graph.limits.LIMITS.metadata_bytes"
+        )
+    return content
+
+
 def file_in_folder(folder: Path, name: object, *, what: str) -> Path:
     """Returns the file that another file of a folder names; it need not exist.
 
@@ -71,8 +106,7 @@ def file_in_folder(folder: Path, name: object, *, what: str) -> Path:
     file = folder / plain_path(name, f"{what} must be a file in the folder '{folder}'")
     if leads_out(folder, file):
         raise ModelError(
-            f"{what}: {name!r:.200} is a link that leads out of the folder '{folder}'; replace it by "
-            "the file"
+            f"{what}: {name!r:.200} is a link that leads out of '{folder}'; replace it by the file"
         )
     return file
 
