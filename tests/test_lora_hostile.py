@@ -555,6 +555,8 @@ def test_files_without_an_end(name: str, adapted: onnx.ModelProto, folder: Path)
         file.unlink()
         make(file)
         message = rf"{name}'(: Is a directory| is not a regular file); (give|save|pass) "
+        if file.is_symlink() and "_adapter" not in name:
+            message = rf"'{name}' is a link that leads out of "
         with pytest.raises(ModelError, match=message):
             read()
         if file.is_dir():

@@ -24,6 +24,7 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.json_text import read_settings
 from ortops.graph.files.loading import readable
+from ortops.graph.files.opening import file_in_folder
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.layer_names import FUSED, ends_with, standard
 from ortops.graph.safetensors import dump_safetensors, read_safetensors
@@ -240,8 +241,8 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
 
 def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
     """Returns a model that was read as a base, with an adapter of PEFT; see `from_peft`."""
-    path = Path(folder)
-    config = _config(path / _CONFIG)
+    files = [file_in_folder(Path(folder), each, what="adapter") for each in (_CONFIG, _WEIGHTS)]
+    config = _config(files[0])
     given = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     ranks, alphas = (Patterns(numbers, name) for name, numbers in given.items())
     rank, alpha = config.get("r", 8), float(config.get("lora_alpha", 8))
@@ -250,7 +251,7 @@ def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
     everything = targets(base.work)
     places = Places(everything)
     layers: list[Layer] = []
-    for peft, (a, b) in _pairs(_tensors(path / _WEIGHTS), everything).items():
+    for peft, (a, b) in _pairs(_tensors(files[1]), everything).items():
         r = a.shape[0] if a.ndim else 0
         expected_rank = ranks.value_for(peft, rank)
         if r != expected_rank:
