@@ -210,15 +210,13 @@ class Batches:
             what = "DPO" if self._compares else "a model with an encoder"
             raise ArgumentError(f"packing must be False for {what}, got True")
         folder = self._folder
-        known = folder.genai.get("vocab_size", folder.config.get("vocab_size"))
 
         def logits(row: Example) -> npt.NDArray[Any]:
             feeds = self._feeds(batch_of([row]))
             found: npt.NDArray[Any] = session.predict(feeds, outputs=folder.logits)[0]
             return found
 
-        words = known if isinstance(known, int) else logits(units[0][0]).shape[-1]
-        refuse_leaks(logits, words, self._pads_right())
+        refuse_leaks(logits, logits(units[0][0]).shape[-1], self._pads_right())
         longest = min(max_length, folder.context_length or max_length)
         found = packed([example for (example,) in units], longest)
         logger.info("packed %d rows into %d", len(units), len(found))

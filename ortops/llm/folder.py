@@ -72,7 +72,7 @@ _CONFIG = {
     "model_type": _TEXT,
 }
 _GENAI = {
-    **dict.fromkeys(("context_length", "vocab_size"), _INTEGER),
+    "context_length": _INTEGER,
     "eos_token_id": _INTEGERS,
     "decoder": or_null(_OBJECT),
 }
@@ -338,7 +338,7 @@ def genai_config(folder: Folder) -> str:
 
 def _model_file(folder: Path, name: str) -> Path:
     if name:
-        if not (folder / name).is_file():  # see `_check_genai`
+        if not (folder / name).is_file():  # in the folder, see `_check_genai`
             raise ModelError(f"folder '{folder}': {GENAI_CONFIG} names '{name}', which is missing")
         return folder / name
     known = (folder / each for each in _NAMES)

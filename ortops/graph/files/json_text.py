@@ -68,6 +68,7 @@ def read_settings(file: Path, remedy: str = "correct it") -> dict[str, Any]:
     content = read_regular(file, most=LIMITS.metadata_bytes, remedy=remedy)
     try:
         found = read_json(content, unique=True)
+        json.dumps(found, ensure_ascii=False).encode()  # which fails for half of a character
     except ValueError as error:
         raise ModelError(f"file '{file}': invalid JSON: {error}; {remedy}") from error
     if not isinstance(found, dict):

@@ -21,6 +21,9 @@ __all__ = [
 ]
 
 
+_LONGEST = 256  # what no system has as the name of a file
+
+
 def open_regular(
     path: str | os.PathLike[str],
     *,
@@ -119,11 +122,12 @@ def plain_path(name: object, what: str) -> Path:
         what: What it is and where it must be, at the beginning of messages.
 
     Raises:
-        ModelError: If it is empty, absolute, not text, or has ``..``, a drive or a NUL.
+        ModelError: If it is empty, too long, absolute, not text, or has ``..``, a drive or a NUL.
     """
     if isinstance(name, str) and "\0" not in name and name.encode(errors="ignore").decode() == name:
         path = PureWindowsPath(name)  # both / and \ separate its parts
-        if path.parts and not path.drive and not path.root and ".." not in path.parts:
+        fits = 0 < max(map(len, path.parts), default=0) < _LONGEST
+        if fits and not path.drive and not path.root and ".." not in path.parts:
             return Path(name)
     raise ModelError(f"{what}, as a relative path without '..', got {name!r:.200}")
 
