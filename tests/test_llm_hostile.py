@@ -302,9 +302,13 @@ def test_templates_that_are_no_text(folder: Path) -> None:
         (
             "tokenizer_config.json",
             '{"chat_template": [1]}',
-            "'chat_template' must be a string or",
+            "'chat_template' must be a string, or",
         ),
-        ("config.json", '{"eos_token_id": [1e400]}', "'eos_token_id' must be an array of integers"),
+        (
+            "config.json",
+            '{"eos_token_id": [1e400]}',
+            "'eos_token_id' must be an integer of 64",
+        ),
         ("config.json", '{"a": 1, "a": 2}', "invalid JSON: it has 'a' twice; correct it"),
     ],
 )

@@ -13,7 +13,6 @@ from typing import Any
 from ortops.errors import OrtopsError, did_you_mean
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.opening import read_regular
-from ortops.graph.limits import LIMITS
 
 __all__ = ["dumps", "read_options", "write_options"]
 
@@ -33,13 +32,7 @@ def read_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -
     """
     path = options.config
     try:
-        content = read_regular(
-            path,
-            most=LIMITS.metadata_bytes,
-            error=OrtopsError,
-            what="--config",
-            remedy="give a TOML file",
-        )
+        content = read_regular(path, error=OrtopsError, what="--config", remedy="give a TOML file")
         found = tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OrtopsError(f"--config '{path}': {error}; give a TOML file") from error

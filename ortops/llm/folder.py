@@ -17,9 +17,7 @@ from ortops.errors import ArgumentError, ModelError, UnsupportedError
 from ortops.graph.files.json_fields import (
     TEXT,
     Expected,
-    array_of,
     check_fields,
-    either,
     object_of,
     or_null,
 )
@@ -46,49 +44,40 @@ _PARTS = {
 }
 
 
-def _is_integer(value: Any) -> bool:
-    return type(value) is int and abs(value) < 2**63
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value.get("content") if isinstance(value, dict) else value, str)
+def _are_integers(value: Any) -> bool:
+    return all(type(n) is int and abs(n) < 2**63 for n in _listed(value))
 
 
 def _is_template(value: Any) -> bool:
-    names = ("name", "template")
-    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in names)
+    named = [each for each in _listed(value) if isinstance(each, dict)]
+    texts = [each.get(name) for each in named for name in ("name", "template")]
+    return isinstance(value, str) or (named == value and all(isinstance(t, str) for t in texts))
 
 
-_TEXT = or_null(TEXT)
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 _OBJECT = Expected("an object", lambda value: isinstance(value, dict))
-_INTEGER = or_null(Expected("an integer of 64 bits", _is_integer))
-_INTEGERS = either(array_of("integers", _is_integer), _INTEGER)
+_INTEGER = or_null(Expected("an integer of 64 bits", lambda n: type(n) is int and _are_integers(n)))
+_INTEGERS = or_null(Expected("an integer of 64 bits, or an array of them", _are_integers))
+_TOKEN = Expected(
+    "a string, or an object with a string 'content'",
+    lambda value: isinstance(value.get("content") if isinstance(value, dict) else value, str),
+)
+_TEMPLATE = Expected("a string, or an array of objects with 'name' and 'template'", _is_template)
 _CONFIG = {
     **dict.fromkeys(("max_position_embeddings", "max_target_positions", "vocab_size"), _INTEGER),
     **dict.fromkeys(("decoder_start_token_id", "num_hidden_layers"), _INTEGER),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _INTEGERS),
-    **dict.fromkeys(("head_dim", "hidden_size", "num_attention_heads"), _INTEGERS),
-    "num_key_value_heads": _INTEGERS,
-    "model_type": _TEXT,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "head_dim"), _INTEGERS),
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), _INTEGERS),
+    "model_type": or_null(TEXT),
 }
-_GENAI = {
-    "context_length": _INTEGER,
-    "eos_token_id": _INTEGERS,
-    "decoder": or_null(_OBJECT),
-}
-_DECODER = {
-    **dict.fromkeys(
-        ("inputs", "outputs"), or_null(object_of("names", lambda name: isinstance(name, str)))
-    ),
-}
+_GENAI = {"context_length": _INTEGER, "eos_token_id": _INTEGERS, "decoder": or_null(_OBJECT)}
+_DECODER = dict.fromkeys(("inputs", "outputs"), or_null(object_of("names", TEXT.fits)))
 _TOKENIZER = {
-    **dict.fromkeys(
-        ("bos_token", "eos_token", "pad_token", "unk_token"),
-        or_null(Expected("a string, or an object with a string 'content'", _is_token)),
-    ),
-    "chat_template": either(
-        _TEXT, array_of("objects with the strings 'name' and 'template'", _is_template)
-    ),
+    **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), or_null(_TOKEN)),
+    "chat_template": or_null(_TEMPLATE),
 }
 """What the settings must be that are read from the files of a folder."""
 

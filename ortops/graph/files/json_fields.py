@@ -7,16 +7,7 @@ from typing import Any, NamedTuple
 
 from ortops.errors import ModelError
 
-__all__ = [
-    "BOOLEAN",
-    "TEXT",
-    "Expected",
-    "array_of",
-    "check_fields",
-    "either",
-    "object_of",
-    "or_null",
-]
+__all__ = ["BOOLEAN", "TEXT", "Expected", "array_of", "check_fields", "object_of", "or_null"]
 
 
 class Expected(NamedTuple):
@@ -37,13 +28,7 @@ TEXT = Expected("a string", lambda value: isinstance(value, str))
 
 def or_null(each: Expected) -> Expected:
     """Returns what is also fulfilled by null."""
-    return either(each, Expected("null", lambda value: value is None))
-
-
-def either(first: Expected, second: Expected) -> Expected:
-    """Returns what one of two fulfils."""
-    text = f"{first.text} or {second.text}"
-    return Expected(text, lambda value: first.fits(value) or second.fits(value))
+    return Expected(f"{each.text} or null", lambda value: value is None or each.fits(value))
 
 
 def array_of(text: str, fits: Callable[[Any], bool], *, least: int = 0) -> Expected:

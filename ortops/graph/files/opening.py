@@ -21,9 +21,6 @@ __all__ = [
 ]
 
 
-_LONGEST = 256  # what no system has as the name of a file
-
-
 def open_regular(
     path: str | os.PathLike[str],
     *,
@@ -86,13 +83,12 @@ def read_regular(
     """
     with open_regular(path, error=error, what=what, remedy=remedy) as stream:
         size = os.fstat(stream.fileno()).st_size
-        content = b"" if most is not None and size > most else stream.read()
-    if most is not None and size > most:
-        raise error(
-            f"{what} '{path}' must have at most {most:,} bytes, got {size:,}; raise "
-            "ortops.graph.limits.LIMITS.metadata_bytes"
-        )
-    return content
+        if most is None or size <= most:
+            return stream.read()
+    raise error(
+        f"{what} '{path}' must have at most {most:,} bytes, got {size:,}; raise "
+        "ortops.graph.limits.LIMITS.metadata_bytes"
+    )
 
 
 def file_in_folder(folder: Path, name: object, *, what: str) -> Path:
@@ -126,8 +122,8 @@ def plain_path(name: object, what: str) -> Path:
     """
     if isinstance(name, str) and "\0" not in name and name.encode(errors="ignore").decode() == name:
         path = PureWindowsPath(name)  # both / and \ separate its parts
-        fits = 0 < max(map(len, path.parts), default=0) < _LONGEST
-        if fits and not path.drive and not path.root and ".." not in path.parts:
+        is_name = 0 < max(map(len, path.parts), default=0) < 256  # which no system exceeds
+        if is_name and not path.drive and not path.root and ".." not in path.parts:
             return Path(name)
     raise ModelError(f"{what}, as a relative path without '..', got {name!r:.200}")
 
