@@ -89,6 +89,12 @@ def test_every_name_of_genai_config_is_checked(folder: Path) -> None:
         with check("pipeline"), pytest.raises(ModelError, match="got '/x'"):
             open_folder(folder)
         file.write_text(plain)
+        named(folder, "decoder", "tokenizer.json")
+        with (
+            check("tokenizer"),
+            pytest.raises(ModelError, match=r"'tokenizer.json', no .onnx file"),
+        ):
+            open_folder(folder)
         (folder / "sub").mkdir()
         (folder / "model.onnx").rename(folder / "sub" / "model.onnx")
         named(folder, "decoder", "sub/model.onnx")

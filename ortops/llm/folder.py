@@ -329,6 +329,8 @@ def _model_file(folder: Path, name: str) -> Path:
     if name:
         if not (folder / name).is_file():  # in the folder, see `_check_genai`
             raise ModelError(f"folder '{folder}': {GENAI_CONFIG} names '{name}', which is missing")
+        if Path(name).suffix != ".onnx":  # a saved folder has other files of such names
+            raise ModelError(f"folder '{folder}': {GENAI_CONFIG} names '{name}', no .onnx file")
         return folder / name
     known = (folder / each for each in _NAMES)
     found = next((file for file in known if file.is_file()), None)
