@@ -22,8 +22,8 @@ from ortops.cli import main
 from ortops.cli.data import Wanted, read_data, select
 from ortops.data import images as images_module
 from ortops.data.images import Images
-from ortops.data.opening import open_regular
 from ortops.graph.files.archive import read_arrays
+from ortops.graph.files.opening import open_regular
 from ortops.graph.limits import LIMITS
 
 posix = pytest.mark.skipif(os.name == "nt", reason="pipes and links are POSIX's")

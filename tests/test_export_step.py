@@ -17,6 +17,7 @@ import pytest
 from running import CPU
 from test_step_graph import MODELS
 from training_models import Arrays, assert_same_arrays, names
+from violations import all_violations
 
 from ortops import (
     ArgumentError,
@@ -35,7 +36,7 @@ from ortops.cli import main
 from ortops.graph.edit import merge_equal_nodes
 from ortops.graph.files.serialization import from_proto, to_proto
 from ortops.graph.files.wire_format import byte_spans
-from ortops.graph.safetensors import read_safetensors, write_safetensors
+from ortops.graph.safetensors import map_safetensors, read_safetensors, write_safetensors
 from ortops.optimizers import Adam
 from ortops.schedules import cosine
 from ortops.training import export
@@ -457,6 +458,78 @@ def test_safetensors_are_read_as_they_were_written(tmp_path: Path) -> None:
     }
     write_safetensors(tmp_path / "x", arrays)
     assert_same_arrays(read_safetensors(tmp_path / "x"), arrays)
+
+
+NO_ENTRIES: list[Any] = [
+    *(None, [], "F32", 5, {}, {"dtype": "F32", "shape": [2]}, {"dtype": "F32", "shape": [2, 1]}),
+    *({"shape": shape} for shape in (None, 2, "2", [0.5, 4], [2.0], [True, 2], [None], [-1, -2])),
+    *({"shape": shape} for shape in ({"0": 2}, [[2]], [2**63, 0], [1] * 70 + [2], [1e400])),
+    *({"data_offsets": place} for place in ([-8, 0], [0, -8], [0.0, 8], [0, 8.0], [False, 8])),
+    *({"data_offsets": place} for place in (None, "08", [0], [8], [0, 8, 8], [8, 0], [0, 2**70])),
+    *({"data_offsets": place} for place in ({"0": 8}, [0, "8"], [None, 8], [4, 12], [0, 4])),
+    *({"dtype": kind} for kind in ("constructor", "__class__", "", None, 5, [], {}, "f32", "F8")),
+]
+HEADERS = {
+    "twice": b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+    b'"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+    "array": b"[]",
+    "null": b"null",
+    "empty": b"",
+    "latin-1": b'{"\xe9": 1}',
+    "cut": b'{"a"',
+    "utf-16": '{"a": 1}'.encode("utf-16"),
+    "digits": b'{"a": ' + b"9" * 5000 + b"}",
+}
+
+
+def test_headers_of_safetensors_that_are_refused(tmp_path: Path) -> None:
+    """None is taken for another, and the error names the file."""
+    valid = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    headers: dict[str, bytes] = {"valid": json.dumps({"a": valid}).encode(), **HEADERS}
+    for entry in NO_ENTRIES:
+        changed = valid | entry if isinstance(entry, dict) and len(entry) == 1 else entry
+        headers[repr(entry)] = json.dumps({"a": changed}).encode()
+    file = tmp_path / "state.safetensors"
+    with all_violations() as check:
+        for name, header in headers.items():
+            file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+            for read in (read_safetensors, map_safetensors):
+                with check(name):
+                    if name == "valid":
+                        assert read(file)["a"].tolist() == [0, 0]
+                        continue
+                    with pytest.raises((ModelError, UnsupportedError), match=r"state.safetensors"):
+                        read(file)
+        for size in (2**63, 2**64 - 1, 10**6, 3):
+            file.write_bytes(size.to_bytes(8, "little") + headers["valid"] + bytes(8))
+            with check(size), pytest.raises(ModelError, match="not a safetensors file"):
+                read_safetensors(file)
+
+
+def test_a_description_that_others_wrote_frees_no_file(tmp_path: Path) -> None:
+    """What names other files, or is no description, says nothing of what may be replaced."""
+    described = {"format": export.FORMAT, "files": {"../step.onnx": {"bytes": 3, "crc32": 0}}}
+    contents = {
+        "outside": json.dumps(described).encode(),
+        "null": b"null",
+        "array": b"[]",
+        "text": b'"ortops"',
+        "empty": b"",
+        "gzip": b"\x1f\x8b",
+        "deep": b"[" * 10**5,
+        "digits": b"9" * 5000,
+        "utf-16": '{"a": 1}'.encode("utf-16"),
+    }
+    for key in ("files", "web", "format"):
+        for value in (None, 5, "x", [1], {"step.onnx": None}, {"step.onnx": [1]}, 1e400):
+            contents[f"{key} {value}"] = json.dumps(described | {key: value}).encode()
+    (tmp_path / "step.onnx").write_bytes(b"old")
+    message = r"step.onnx' was not written by an export to this folder"
+    with all_violations() as check:
+        for name, content in contents.items():
+            (tmp_path / "step.json").write_bytes(content)
+            with check(name), pytest.raises(OrtopsError, match=message):
+                export._refuse_others(tmp_path, {"step.onnx": b"new"})
 
 
 @pytest.mark.optional("safetensors", "lora")

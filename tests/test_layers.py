@@ -71,6 +71,7 @@ WITHIN = {
     "graph.files": (
         *(
             "atomic",
+            "opening",
             "archive",
             "json_text",
             "json_fields",
@@ -148,7 +149,7 @@ WITHIN = {
         "__init__",
     ),
     "data": (
-        *("opening", "images", "augmentation", "rows", "folders"),
+        *("images", "augmentation", "rows", "folders"),
         "__init__",
     ),
     "metrics": (

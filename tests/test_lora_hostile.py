@@ -472,7 +472,7 @@ def test_settings_that_are_refused(change: dict[str, Any], message: str, folder:
 def test_settings_that_are_no_object(text: str, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(text)
     with pytest.raises(
-        OrtopsError, match=r"adapter_config.json': (not JSON \(|peft_type must be 'LORA', got No)"
+        OrtopsError, match=r"adapter_config.json': (invalid JSON: |it must be a JSON object)"
     ):
         lora.from_peft(base(), folder)
 
@@ -557,7 +557,9 @@ def test_files_without_an_end(name: str, adapted: onnx.ModelProto, folder: Path)
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
         file.unlink()
         make(file)
-        message = rf"{name}': it is not a regular file; (give|save|pass) "
+        message = rf"{name}'(: Is a directory| is not a regular file); (give|save|pass) "
+        if file.is_symlink() and "_adapter" not in name:
+            message = rf"'{name}' is a link that leads out of "
         with pytest.raises(ModelError, match=message):
             read()
         if file.is_dir():

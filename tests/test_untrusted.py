@@ -1,4 +1,4 @@
-"""Nothing that ortops reads is executed: what the source may not call, with the exceptions.
+"""Nothing that ortops reads is executed, and files are opened in one place: what the source calls.
 
 ortops/docs/guarantees.md and .github/SECURITY.md promise it. tests/reliability/test_hostile.py and
 test_fuzz.py try files.
@@ -64,6 +64,95 @@ def found_in(source: str) -> Iterator[str]:
                     yield f"{where}.{name} without {wanted}"
             if name in ("extractall", "Environment") or (where, name) == ("os", "system"):
                 yield f"{where}.{name}"
+
+
+# Calls that open a file for reading, by their last name, and by their owners where others have
+# the name, too. `ortops.graph.files.opening` is where files are opened.
+READS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("open", "read_bytes", "read_text", "from_file", "fromfile", "memmap"), ()),
+    **dict.fromkeys(("loadtxt", "genfromtxt", "safe_open", "load_file", "read_adapter"), ()),
+    **dict.fromkeys(("Load", "load_model", "memory_map", "dataset", "read_table", "ZipFile"), ()),
+    "load": ("np", "numpy", "torch", "onnx", "json", "pickle", "ir", "toml", "tomllib"),
+    "mmap": ("mmap",),
+    "ParquetFile": ("parquet",),
+    "InferenceSession": ("onnxruntime",),
+    **dict.fromkeys(("copy", "copy2", "copyfile", "copytree"), ("shutil",)),
+}
+# Functions of these names that open no file: an archive, a data set or sessions, by their owner.
+NO_FILE = ("archive", "data", "plain", "self._sessions", "self._template.sessions", "sessions")
+NO_FILE += ("weighed",)
+# Arguments that are no path: what is opened already, or bytes.
+NO_PATH = ("stream", "content", "serialize(message)", "tape.model().SerializeToString()")
+# What the package opens in other ways, and why.
+OPENED_ELSEWHERE = {
+    ("cli/data.py", "parquet.ParquetFile"): "of what open_regular opened",
+    ("cli/standard_streams.py", "os.open"): "the device that has no content",
+    ("conformance/files.py", "file.read_bytes"): "imports nothing else, and checks it itself",
+    ("graph/files/atomic.py", "file.open"): "a temporary file of its own, to lock it",
+    ("graph/files/atomic.py", "os.open"): "folders, and what it creates",
+    (
+        "graph/files/held_file.py",
+        "os.open",
+    ): "checks it itself, for `pread`; tests/test_held_file.py",
+    ("graph/files/loading.py", "path.open"): "a pipe with a model, up to 2 GB",
+    ("graph/files/opening.py", "os.open"): "the place itself",
+    ("graph/safetensors.py", "mmap.mmap"): "of what open_regular opened",
+    ("execution/compilation.py", "mmap.mmap"): "memory without a file",
+    ("llm/decoding.py", "onnxruntime.InferenceSession"): "a file in its temporary folder",
+    ("llm/folder.py", "shutil.copyfile"): "regular files only",
+    ("graph/files/atomic.py", "Path(source).open"): "what its caller chose",
+    ("passes/scaled_sums.py", "onnxruntime.InferenceSession"): "bytes",
+    ("passes/blocked/kernels.py", "onnx.load"): "what onnxruntime wrote into a temporary folder",
+    ("reference/training.py", "onnx.load"): "imports nothing else, and checks it itself",
+    ("training/arrow.py", "arrow.memory_map"): "after `_refuse_endless`",
+    ("training/arrow.py", "datasets.dataset"): "after `_refuse_endless`",
+    ("training/batch_size.py", "Path('/proc/meminfo').read_text"): "of the system",
+    ("training/batch_size.py", "Path('/proc/self/statm').read_text"): "of the system",
+    ("training/export.py", "(source / name).read_bytes"): "a file of the package",
+}
+
+
+def opened_in(source: str) -> Iterator[str]:
+    """Yields the functions with which a source opens files for reading."""
+    for node in (each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Call)):
+        function = ast.unparse(node.func)
+        owner, _, name = function.rpartition(".")
+        first = ast.unparse(node.args[0]) if node.args else ""
+        writes = any(isinstance(a, ast.Constant) and str(a.value)[:1] in "awx" for a in node.args)
+        if name not in READS or (name == "open" and (writes or owner in NO_FILE)):
+            continue
+        is_path = first not in NO_PATH and not first.endswith("SerializeToString()")
+        if is_path and owner in (READS[name] or (owner,)):
+            yield function
+
+
+@pytest.mark.slow
+def test_files_are_opened_in_one_place() -> None:
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), what)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for what in opened_in(path.read_text(encoding="utf-8"))
+    }
+    assert not found - set(OPENED_ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("open(path)", ["open"]),
+        ("Path(a).open('rb')", ["Path(a).open"]),
+        ("Path(a).open('wb')", []),
+        ("path.open('ab')", []),
+        ("archive.open(member)", []),
+        ("json.load(x)", ["json.load"]),
+        ("convert.load(x)", []),
+        ("Tokenizer.from_file(x)", ["Tokenizer.from_file"]),
+        ("onnxruntime.InferenceSession(path)", ["onnxruntime.InferenceSession"]),
+        ("onnxruntime.InferenceSession(model.SerializeToString())", []),
+    ],
+)
+def test_what_opens_files(source: str, expected: list[str]) -> None:
+    assert list(opened_in(source)) == expected
 
 
 @pytest.mark.slow

@@ -461,7 +461,7 @@ def test_kinds_of_checkpoints(tmp_path: Path) -> None:
     for path in (tmp_path / "x.npz", str(tmp_path / "x.safetensors"), index):
         assert match(model, path) == expected
     index.write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}), encoding="utf-8")
-    with pytest.raises(ModelError, match="must map names to files in its folder"):
+    with pytest.raises(ModelError, match="'weight_map' must be a file in the folder"):
         match(model, index)
 
 

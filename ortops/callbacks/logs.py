@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import math
 import os
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from ortops.arguments import whole_number
 from ortops.callbacks.monitor import (
@@ -21,6 +22,7 @@ from ortops.callbacks.monitor import (
 )
 from ortops.errors import OrtopsError
 from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.opening import open_regular
 from ortops.optional import optional_module
 from ortops.training.callback import Callback, Record
 from ortops.training.session import TrainingSession
@@ -71,9 +73,13 @@ class _Log(Callback):
         length, checksum = self._last
         if not length:
             return False
-        with self.path.open("rb") as stream:
+        with self._opened() as stream:
             stream.seek(self._size - length)
             return zlib.crc32(stream.read(length)) != checksum
+
+    def _opened(self) -> BinaryIO:
+        what = f"{type(self).__name__}: file"
+        return open_regular(self.path, error=OrtopsError, what=what, remedy="use another path")
 
     def _write(self, row: str) -> None:
         content = row.encode()
@@ -129,7 +135,7 @@ class CSVLog(_Log):
         columns = self._columns()
         added = [name for name in row if name not in columns]
         if added and columns:  # an earlier fit had fewer metrics
-            with self.path.open(newline="", encoding="utf-8") as stream:
+            with io.TextIOWrapper(self._opened(), "utf-8", newline="") as stream:
                 rows = list(csv.DictReader(stream))
             text = _csv(columns + added, rows, header=True)
             write_atomically(self.path, text.encode())
@@ -138,7 +144,7 @@ class CSVLog(_Log):
     def _columns(self) -> list[str]:
         if not self._size:
             return []
-        with self.path.open(newline="", encoding="utf-8") as stream:
+        with io.TextIOWrapper(self._opened(), "utf-8", newline="") as stream:
             return next(csv.reader(stream), [])
 
 

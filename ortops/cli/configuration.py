@@ -8,11 +8,11 @@ import io
 import json
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ortops.errors import OrtopsError, did_you_mean
 from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.opening import read_regular
 
 __all__ = ["dumps", "read_options", "write_options"]
 
@@ -32,7 +32,8 @@ def read_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -
     """
     path = options.config
     try:
-        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_regular(path, error=OrtopsError, what="--config", remedy="give a TOML file")
+        found = tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OrtopsError(f"--config '{path}': {error}; give a TOML file") from error
     except ValueError as error:  # Python converts at most 4300 digits

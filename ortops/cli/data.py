@@ -20,10 +20,10 @@ import onnx
 from ortops.cli.standard_streams import say, standard_input
 from ortops.data.folders import classes_of
 from ortops.data.images import EXTENSIONS, Decoder, Images, image_files, read_images
-from ortops.data.opening import open_regular
 from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.archive import check_size, read_arrays
 from ortops.graph.files.json_text import read_json
+from ortops.graph.files.opening import open_regular
 from ortops.graph.row_axes import along, row_axes_of_model, rows_to
 from ortops.numbers import cast_numbers
 from ortops.optional import optional_module
@@ -441,8 +441,7 @@ class _ArrowColumns(Mapping[str, Any]):
     """The columns of an Arrow or Feather file, each read on access."""
 
     def __init__(self, path: str) -> None:
-        with open_regular(path):
-            self._rows = open_arrow(path)
+        self._rows = open_arrow(path)
         _check_names(self._rows.names, path)
         check_size(f"data '{path}'", self._rows.size)
 

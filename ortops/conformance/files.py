@@ -14,12 +14,12 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import onnx
 from onnx import numpy_helper
 
-from ortops.conformance.case import Array, Call, Case, Citation, Run
+from ortops.conformance.case import Array, Call, Case, Citation, Method, Run
 
 __all__ = ["read", "write"]
 
@@ -38,9 +38,16 @@ def _read_tensors(folder: Path, kind: str) -> dict[str, Array]:
     found = {}
     for number in range(len(list(folder.glob(f"{kind}_*.pb")))):
         tensor = onnx.TensorProto()
-        tensor.ParseFromString((folder / f"{kind}_{number}.pb").read_bytes())
+        tensor.ParseFromString(_content(folder / f"{kind}_{number}.pb"))
         found[tensor.name] = numpy_helper.to_array(tensor)
     return found
+
+
+def _content(file: Path) -> bytes:
+    """Returns the content of a file."""
+    if file.exists() and not file.is_file():  # a pipe may have no end
+        raise ValueError(f"file '{file}' is not a regular file")
+    return file.read_bytes()
 
 
 def _ordered(
@@ -101,13 +108,18 @@ def _tensors(call: Call) -> dict[str, Mapping[str, Array]]:
 
 
 def _read_case(home: Path) -> Case:
-    facts = json.loads((home / "data.json").read_text(encoding="utf-8"))
+    links = [path for path in (home, *home.rglob("*")) if path.is_symlink()]
+    if links:
+        raise ValueError(f"'{links[0]}' is a link")
+    facts = json.loads(_content(home / "data.json"))
     sets = sorted(home.glob("test_data_set_*"), key=lambda path: int(path.name.split("_")[-1]))
     runs = [Run(_read_tensors(p, "input"), _read_tensors(p, "output")) for p in sets]
     if len(runs) != facts.get("runs", len(runs)):
         raise ValueError(f"{len(runs)} data sets, but data.json says {facts['runs']}")
     calls = []
     for number, call in enumerate(facts["calls"]):
+        if call["method"] not in get_args(Method):  # which is a part of a path
+            raise ValueError(f"call {number} must be of {get_args(Method)}, got {call['method']!r}")
         place = home / "training_data_set_0" / f"{number:02}_{call['method']}"
         found = {kind: _read_tensors(place, kind) for kind in _KINDS}
         for kind, tensors in found.items():
@@ -120,7 +132,7 @@ def _read_case(home: Path) -> Case:
         calls.append(Call(call["method"], inputs, outputs, state, call["entry"]))
     return Case(
         home.name,
-        onnx.load(home / "model.onnx"),
+        onnx.load_from_string(_content(home / "model.onnx")),
         [Citation(**cite) for cite in facts["cites"]],
         runs,
         calls,

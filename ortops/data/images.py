@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.data.opening import open_regular
 from ortops.errors import FeedError
+from ortops.graph.files.opening import leads_out, open_regular
 from ortops.graph.limits import LIMITS
 from ortops.numbers import cast_numbers
 from ortops.optional import optional_module
@@ -187,7 +187,7 @@ def _opened(path: Path, mode: str) -> Any:
 
     _reading.path = path
     # A link within the folder leads to a file there (see `image_files`).
-    with open_regular(path.resolve(), link=False) as stream:
+    with open_regular(os.path.realpath(path), link=False) as stream:
         try:
             # Pillow detects the format by content, and some formats run other programs.
             with Image.open(stream, formats=_FORMATS) as opened:
@@ -295,13 +295,6 @@ def lazy_images(folder: Path, files: Sequence[Path], decode: Decoder) -> Images:
     return Images(files, read, first.shape, first.dtype)
 
 
-def _leads_into(link: Path, folder: Path) -> bool:
-    try:
-        return link.resolve().is_relative_to(folder)
-    except (OSError, RuntimeError):  # a link to itself
-        return False
-
-
 def image_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """Returns the images in a folder and its subfolders, and the other files; no hidden ones.
 
@@ -315,7 +308,6 @@ def image_files(folder: Path) -> tuple[list[Path], list[Path]]:
     found: list[Path] = []
     others: list[Path] = []
     left = [folder]
-    whole = folder.resolve()
     while left:
         within = left.pop()
         for entry in within.iterdir():
@@ -330,7 +322,7 @@ def image_files(folder: Path) -> tuple[list[Path], list[Path]]:
                     )
                 left.append(entry)
             elif entry.suffix.lower() in EXTENSIONS:
-                if is_link and not _leads_into(entry, whole):
+                if is_link and leads_out(folder, entry):
                     raise FeedError(
                         f"data '{entry}' is a symbolic link to a file outside '{folder}'; replace "
                         "it with the file itself"

@@ -30,7 +30,8 @@ class Limits:
         nested_calls: The nesting depth of calls of model-local functions.
         inlined_nodes: The number of nodes that inlining of functions may add to a model.
         metadata_bytes: The size in bytes of JSON: in ``metadata_props["ortops.training"]`` and
-            ``["ortops.lora"]``, and of PEFT's ``adapter_config.json``.
+            ``["ortops.lora"]``, of files of settings and the chat template in a model's folder, of
+            PEFT's ``adapter_config.json``, and of the header of a safetensors file.
         nested_metadata: The nesting depth of arrays and objects in that JSON.
         pattern_steps: The number of steps for matching the layers of a model with the patterns of
             an ``adapter_config.json``; a few million take one second.

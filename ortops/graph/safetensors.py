@@ -10,7 +10,6 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,6 +19,8 @@ import onnx_ir as ir
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.json_text import read_json
+from ortops.graph.files.opening import open_regular, read_regular
+from ortops.graph.limits import LIMITS
 from ortops.numbers import Array
 
 __all__ = ["dump_safetensors", "map_safetensors", "read_safetensors", "write_safetensors"]
@@ -40,6 +41,7 @@ _TYPES: Mapping[str, npt.DTypeLike] = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
+_REMEDY = "give a safetensors file"
 _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 
 
@@ -114,7 +116,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
         ModelError: If it is not a safetensors file.
         UnsupportedError: If numpy has no such element type.
     """
-    content = memoryview(Path(path).read_bytes())
+    content = memoryview(read_regular(path, remedy=_REMEDY))
     return {name: array.astype(array.dtype) for name, array in _arrays(path, content).items()}
 
 
@@ -127,7 +129,7 @@ def map_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
         ModelError: If it is not a safetensors file.
         UnsupportedError: If numpy has no such element type.
     """
-    with Path(path).open("rb") as stream:
+    with open_regular(path, error=ModelError, what="file", remedy=_REMEDY) as stream:
         if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
             return _arrays(path, memoryview(b""))
         content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -139,9 +141,17 @@ def _arrays(path: str | os.PathLike[str], content: memoryview) -> dict[str, Arra
     size = int.from_bytes(content[:8], "little")
     found: dict[str, Array] = {}
     try:
-        header = read_json(bytes(content[8 : 8 + size]))
+        if size > min(len(content) - 8, LIMITS.metadata_bytes):
+            raise ValueError(f"its header is said to have {size:,} bytes")
+        header = read_json(bytes(content[8 : 8 + size]), unique=True)
         header.pop("__metadata__", None)
         data = content[8 + size :]
+        for name, entry in header.items():
+            shape, place = entry["shape"], entry["data_offsets"]
+            if not (_are_sizes(shape) and _are_sizes(place)):
+                raise ValueError(
+                    f"{name!r:.80} has an invalid shape {shape!s:.80} or place {place!s:.80}"
+                )
         spans = sorted(entry["data_offsets"] for entry in header.values())
         if [0, *(end for _, end in spans)] != [*(begin for begin, _ in spans), len(data)]:
             raise ValueError("its tensors do not cover the data without gaps and overlaps")
@@ -153,8 +163,6 @@ def _arrays(path: str | os.PathLike[str], content: memoryview) -> dict[str, Arra
                 )
             dtype = np.dtype(_TYPES[kind])
             begin, end = entry["data_offsets"]
-            if not all(0 <= size < 2**63 for size in shape):
-                raise ValueError(f"'{name}' has an invalid shape {shape!s:.80}")
             if end - begin != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"'{name}' has bytes {begin} to {end}, which do not fit its shape")
             little = np.frombuffer(data[begin:end], dtype.newbyteorder("<"))
@@ -164,3 +172,9 @@ def _arrays(path: str | os.PathLike[str], content: memoryview) -> dict[str, Arra
             f"file '{path}': not a safetensors file ({error}); write it again"
         ) from error
     return found
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether a value is a list of a few sizes; the product of many takes long."""
+    is_short = isinstance(value, list) and len(value) <= 64
+    return is_short and all(type(size) is int and 0 <= size < 2**63 for size in value)

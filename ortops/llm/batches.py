@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 
 from ortops.arguments import choice, whole_number
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
@@ -21,7 +20,7 @@ from ortops.llm.examples import (
     read_examples,
     rows_of,
 )
-from ortops.llm.folder import Folder
+from ortops.llm.folder import Folder, graph_of
 from ortops.llm.packing import attention_mask, packed, refuse_leaks
 from ortops.llm.preferences import Pair, is_preference, read_pairs
 from ortops.llm.sequence_pairs import pair_feeds, read_sequence_pairs
@@ -209,15 +208,13 @@ class Batches:
             what = "DPO" if self._compares else "a model with an encoder"
             raise ArgumentError(f"packing must be False for {what}, got True")
         folder = self._folder
-        known = folder.genai.get("vocab_size", folder.config.get("vocab_size"))
 
         def logits(row: Example) -> npt.NDArray[Any]:
             feeds = self._feeds(batch_of([row]))
             found: npt.NDArray[Any] = session.predict(feeds, outputs=folder.logits)[0]
             return found
 
-        words = known if isinstance(known, int) else logits(units[0][0]).shape[-1]
-        refuse_leaks(logits, words, self._pads_right())
+        refuse_leaks(logits, logits(units[0][0]).shape[-1], self._pads_right())
         longest = min(max_length, folder.context_length or max_length)
         found = packed([example for (example,) in units], longest)
         logger.info("packed %d rows into %d", len(units), len(found))
@@ -250,7 +247,7 @@ class Batches:
 
     def _pads_right(self) -> str:
         """Returns a node that needs padding on the right, as text; empty if there is none."""
-        graph = onnx.load(self._folder.model, load_external_data=False).graph
+        graph = graph_of(self._folder.model)
         kinds = ("GroupQueryAttention", "PagedAttention", "SparseAttention")
         found = (node for node in graph.node if node.op_type in kinds)
         return next((f"{node.op_type} node '{node.name}'" for node in found), "")

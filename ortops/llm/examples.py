@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import FeedError
 from ortops.graph.files.json_text import read_json
+from ortops.graph.files.opening import open_regular
 from ortops.llm.tokenization import Message, Tokenizer
 from ortops.optional import optional_module
 
@@ -171,7 +172,7 @@ def _of_file(rows: str | os.PathLike[str]) -> Iterable[Any]:
     if Path(rows).suffix == ".parquet":
         return _parquet(Path(rows))
     found = []
-    with Path(rows).open(encoding="utf-8") as lines:
+    with _opened(rows) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 found += [read_json(line)] if line.strip() else []
@@ -180,12 +181,19 @@ def _of_file(rows: str | os.PathLike[str]) -> Iterable[Any]:
     return found
 
 
+def _opened(rows: str | os.PathLike[str]) -> BinaryIO:
+    return open_regular(rows, what="file", remedy="give a file of JSON lines or Parquet")
+
+
 def _parquet(file: Path) -> Iterator[Any]:
     """Yields the rows of a file of Parquet."""
     parquet = optional_module(f"file '{file}'", "pyarrow.parquet", "tables")
     try:
-        for batch in parquet.ParquetFile(file).iter_batches():
-            yield from batch.to_pylist()
+        with _opened(file) as stream:
+            for batch in parquet.ParquetFile(stream).iter_batches():
+                yield from batch.to_pylist()
+    except FeedError:
+        raise
     except (OSError, ValueError) as error:  # pyarrow's errors are kinds of these
         raise FeedError(f"file '{file}': invalid Parquet: {error}") from error
 

@@ -14,7 +14,16 @@ from typing import Any
 import onnx
 
 from ortops.errors import ArgumentError, ModelError, UnsupportedError
-from ortops.graph.files.json_text import read_json
+from ortops.graph.files.json_fields import (
+    TEXT,
+    Expected,
+    check_fields,
+    object_of,
+    or_null,
+)
+from ortops.graph.files.json_text import read_settings
+from ortops.graph.files.loading import load
+from ortops.graph.files.opening import file_in_folder, leads_out, open_regular
 
 __all__ = ["GENAI_CONFIG", "Folder", "copy_others", "genai_config", "open_folder", "refuse_norms"]
 
@@ -33,6 +42,44 @@ _PARTS = {
     "with_past": "decoder_with_past_model",
     "merged": "decoder_model_merged",
 }
+
+
+def _are_integers(value: Any) -> bool:
+    return all(type(n) is int and abs(n) < 2**63 for n in _listed(value))
+
+
+def _is_template(value: Any) -> bool:
+    named = [each for each in _listed(value) if isinstance(each, dict)]
+    texts = [each.get(name) for each in named for name in ("name", "template")]
+    return isinstance(value, str) or (named == value and all(isinstance(t, str) for t in texts))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+_OBJECT = Expected("an object", lambda value: isinstance(value, dict))
+_INTEGER = or_null(Expected("an integer of 64 bits", lambda n: type(n) is int and _are_integers(n)))
+_INTEGERS = or_null(Expected("an integer of 64 bits, or an array of them", _are_integers))
+_TOKEN = Expected(
+    "a string, or an object with a string 'content'",
+    lambda value: isinstance(value.get("content") if isinstance(value, dict) else value, str),
+)
+_TEMPLATE = Expected("a string, or an array of objects with 'name' and 'template'", _is_template)
+_CONFIG = {
+    **dict.fromkeys(("max_position_embeddings", "max_target_positions", "vocab_size"), _INTEGER),
+    **dict.fromkeys(("decoder_start_token_id", "num_hidden_layers"), _INTEGER),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "head_dim"), _INTEGERS),
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), _INTEGERS),
+    "model_type": or_null(TEXT),
+}
+_GENAI = {"context_length": _INTEGER, "eos_token_id": _INTEGERS, "decoder": or_null(_OBJECT)}
+_DECODER = dict.fromkeys(("inputs", "outputs"), or_null(object_of("names", TEXT.fits)))
+_TOKENIZER = {
+    **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), or_null(_TOKEN)),
+    "chat_template": or_null(_TEMPLATE),
+}
+"""What the settings must be that are read from the files of a folder."""
 
 logger = logging.getLogger("ortops")
 
@@ -103,16 +150,49 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     folder = given if given.is_dir() else given.parent
     if folder.name == "onnx" and not (folder / "config.json").exists():  # transformers.js
         folder = folder.parent
-    genai = _settings(folder / GENAI_CONFIG).get("model", {})
-    config = _settings(folder / "config.json") | _settings(folder / "generation_config.json")
-    tokenizer = _settings(folder / "tokenizer_config.json")
+    _refuse_links(folder, given)
+    genai = _settings(folder / GENAI_CONFIG, {"model": _OBJECT}).get("model", {})
+    _check_genai(folder, genai)
+    files = ("config.json", "generation_config.json")
+    config, generation = (_settings(folder / name, _CONFIG) for name in files)
+    config |= generation
+    tokenizer = _settings(folder / "tokenizer_config.json", _TOKENIZER)
     parts = _parts(folder) if given.is_dir() and not genai else {}
     if parts:
         model = parts.get("decoder") or parts["merged"]
         return Folder(folder, model, genai, config, tokenizer, parts)
     name = _text(genai, "decoder", "filename")
     model = _model_file(folder, name) if given.is_dir() else given
+    open_regular(model, error=ModelError, what="file", remedy="give a folder or a model").close()
     return Folder(folder, model, genai, config, tokenizer)
+
+
+def _refuse_links(folder: Path, given: Path) -> None:
+    """Rejects links that lead out: a saved folder would have copies of what is there."""
+    places = (place for place in (folder, folder / "onnx") if place.is_dir())
+    for link in (file for place in places for file in place.iterdir() if file.is_symlink()):
+        is_read = link.name == "onnx" or not link.is_dir()
+        if is_read and link != given and leads_out(folder, link):
+            raise ModelError(
+                f"folder '{folder}': '{link.name}' is a link that leads out of it; replace it by "
+                "the file"
+            )
+
+
+def _check_genai(folder: Path, genai: Mapping[str, Any]) -> None:
+    """Rejects settings of onnxruntime-genai of other types, and files outside the folder."""
+    where = f"file '{folder / GENAI_CONFIG}': "
+    check_fields(f"{where}'model'", genai, _GENAI, optional=_GENAI)
+    decoder = genai.get("decoder") or {}
+    check_fields(f"{where}'decoder'", decoder, _DECODER, optional=_DECODER)
+    names: list[tuple[str, Any]] = list(genai.items())
+    for key, value in names:  # which grows
+        if key.endswith("filename"):
+            file_in_folder(folder, value, what=f"{where}'{key}'")
+        elif isinstance(value, Mapping):
+            names += value.items()
+        elif isinstance(value, list):
+            names += ((key, each) for each in value)
 
 
 def _parts(folder: Path) -> dict[str, Path]:
@@ -144,20 +224,25 @@ def copy_others(folder: Folder, target: Path, *, without: str = "") -> None:
         without: The name of a file that is not copied either.
     """
     files = [folder.model, *folder.parts.values()]
-    protos = [onnx.load(file, load_external_data=False) for file in files]
-    tensors = [tensor for proto in protos for tensor in proto.graph.initializer]
+    tensors = [tensor for file in files for tensor in graph_of(file).initializer]
     data = {e.value for t in tensors for e in t.external_data if e.key == "location"}
     for file in sorted(folder.path.iterdir()):
         is_model = file.suffix in (".onnx", _ADAPTERS) or file.name in {*data, without}
         if file.is_file() and not is_model and file.parent.resolve() != target.resolve():
+            if leads_out(folder.path, file):
+                raise ModelError(f"folder '{folder.path}': '{file.name}' leads out of it")
             shutil.copyfile(file, target / file.name)
+
+
+def graph_of(file: Path) -> onnx.GraphProto:
+    """Returns the graph of a model, whose external data are not loaded."""
+    return load(file)[0].graph
 
 
 def sliding_windows(folder: Folder) -> dict[str, int]:
     """Returns the length of each sliding cache of a folder's model, by the name of its input."""
-    graph = onnx.load(folder.model, load_external_data=False).graph
     found: dict[str, int] = {}
-    for node in graph.node:
+    for node in graph_of(folder.model).node:
         numbers = {each.name: each.i for each in node.attribute}
         if node.op_type == "GroupQueryAttention" and numbers.get("sliding_window_cache"):
             found |= dict.fromkeys(node.input[3:5], numbers["local_window_size"])
@@ -197,12 +282,14 @@ def genai_config(folder: Folder) -> str:
         "vocab_size": config.get("vocab_size"),
         "context_length": folder.context_length,
     }
+    others = [config.get(name) for name in ("head_dim", "num_key_value_heads")]
     if (folder.path / GENAI_CONFIG).exists() or not (
-        all(isinstance(size, int) and size > 0 for size in sizes.values()) and folder.end
+        all(isinstance(size, int) and size > 0 for size in (*sizes.values(), *filter(None, others)))
+        and folder.end
     ):
         return ""
     heads = int(config["num_attention_heads"])
-    graph = onnx.load(folder.model, load_external_data=False).graph
+    graph = graph_of(folder.model)
     if not {"past_key_values.0.key", "present.0.key"} <= {
         value.name for value in (*graph.input, *graph.output)
     }:
@@ -240,8 +327,10 @@ def genai_config(folder: Folder) -> str:
 
 def _model_file(folder: Path, name: str) -> Path:
     if name:
-        if not (folder / name).is_file():
+        if not (folder / name).is_file():  # in the folder, see `_check_genai`
             raise ModelError(f"folder '{folder}': {GENAI_CONFIG} names '{name}', which is missing")
+        if Path(name).suffix != ".onnx":  # a saved folder has other files of such names
+            raise ModelError(f"folder '{folder}': {GENAI_CONFIG} names '{name}', no .onnx file")
         return folder / name
     known = (folder / each for each in _NAMES)
     found = next((file for file in known if file.is_file()), None)
@@ -256,15 +345,10 @@ def _model_file(folder: Path, name: str) -> Path:
     return found or files[0]
 
 
-def _settings(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        found = read_json(file.read_bytes())
-    except ValueError as error:
-        raise ModelError(f"file '{file}': invalid JSON: {error}; correct it") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"file '{file}': it must be a JSON object, got {type(found).__name__}")
+def _settings(file: Path, fields: Mapping[str, Expected]) -> dict[str, Any]:
+    """Returns the settings in a file; none if it does not exist."""
+    found = read_settings(file) if os.path.lexists(file) else {}
+    check_fields(f"file '{file}'", found, fields, optional=fields, remedy="correct it")
     return found
 
 

@@ -62,11 +62,9 @@ def measure(folder: Folder, rows: int, tokens: int) -> Measurement:
     if folder.parts:
         raise UnsupportedError("not measured: models with an encoder are not supported")
     tuning = FineTuning(folder.model, rank=8)
-    known = folder.genai.get("vocab_size", folder.config.get("vocab_size"))
-    words = known if isinstance(known, int) and known > 0 else 1
     length = max(2, min(tokens, folder.context_length or tokens))
     shape = (_STEPS + 1) * rows, length
-    data = np.random.default_rng(0).integers(words, size=shape).tolist()
+    data = np.random.default_rng(0).integers(2, size=shape).tolist()
     clock = _Clock()
     tuning.fit(data, 1, rows, length, shuffle=False, progress=False, callbacks=[clock])
     seconds = (clock.times[-1] - clock.times[0]) / _STEPS

@@ -19,7 +19,7 @@ from ortops.errors import ModelError, UnsupportedError
 from ortops.graph import convert
 from ortops.graph.adapters import adapter_of
 from ortops.graph.weights import weights
-from ortops.llm.folder import Folder
+from ortops.llm.folder import Folder, graph_of
 from ortops.lora.merging import merge
 from ortops.numbers import Array
 from ortops.surgery.branches import fix_inputs
@@ -36,7 +36,7 @@ def several_files(folder: Folder) -> SeveralFiles | None:
     """Returns the files of a model with an encoder or a merged decoder; None for other models."""
     if folder.parts:
         return SeveralFiles(folder, folder.parts)
-    graph = onnx.load(folder.model, load_external_data=False).graph
+    graph = graph_of(folder.model)
     if any(value.name == CACHE_BRANCH for value in graph.input):
         return SeveralFiles(folder, {"merged": folder.model})
     return None

@@ -10,6 +10,8 @@ from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
 
 from ortops.errors import ModelError, OrtopsError
+from ortops.graph.files.opening import read_regular
+from ortops.graph.limits import LIMITS
 from ortops.llm.folder import Folder
 
 __all__ = ["Message", "Tokenizer"]
@@ -46,7 +48,8 @@ class Tokenizer:
                 f"folder '{folder.path}': tokenizer.json is missing; add it, or give token ids"
             )
         try:
-            self._tokenizer = _optional("tokenizers").Tokenizer.from_file(str(file))
+            content = read_regular(file, remedy="give a tokenizer")
+            self._tokenizer = _optional("tokenizers").Tokenizer.from_buffer(content)
         except OrtopsError:
             raise
         except Exception as error:  # tokenizers raises nothing more particular
@@ -164,7 +167,10 @@ class Tokenizer:
         file = self._folder.path / "chat_template.jinja"
         found = self._folder.tokenizer_config.get("chat_template")
         if file.is_file():
-            found = file.read_text(encoding="utf-8")
+            try:
+                found = read_regular(file, most=LIMITS.metadata_bytes).decode()
+            except UnicodeDecodeError as error:
+                raise ModelError(f"file '{file}': {error}; save it as UTF-8") from error
         elif isinstance(found, list):  # several, by name
             found = {each["name"]: each["template"] for each in found}.get("default")
         if not isinstance(found, str):

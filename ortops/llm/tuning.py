@@ -21,6 +21,7 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import load_light
 from ortops.graph.files.external import LightModel, move_aside
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
+from ortops.graph.files.opening import read_regular
 from ortops.llm.batches import Batches, Epochs
 from ortops.llm.checkpoint import Estimate
 from ortops.llm.examples import (
@@ -662,7 +663,7 @@ def _filled(file: Path, model: LightModel) -> LightModel:
     """Returns a saved trainable model with the weights of the model's file."""
     result = onnx.ModelProto()
     try:
-        result.ParseFromString(file.read_bytes())
+        result.ParseFromString(read_regular(file))
     except Exception as error:  # protobuf's
         raise ModelError(
             f"file '{file}': {error}; delete it to begin the training again"

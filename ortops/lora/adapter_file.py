@@ -18,7 +18,9 @@ import numpy as np
 import onnx
 
 from ortops.errors import ModelError
-from ortops.lora.model import Array, refuse_irregular
+from ortops.graph.files.loading import readable
+from ortops.graph.files.opening import read_regular
+from ortops.lora.model import Array
 
 __all__ = ["read_adapter_file"]
 
@@ -38,9 +40,9 @@ def read_adapter_file(file: Path) -> tuple[Mapping[str, Array], int, int]:
     Raises:
         ModelError: If it cannot be read, or is not an adapter file.
     """
-    refuse_irregular(file, "pass the path of an adapter")
+    content = readable(file, read_regular, "pass the path of an adapter")
     try:
-        return _Flatbuffer(file.read_bytes()).adapter()
+        return _Flatbuffer(content).adapter()
     except (struct.error, ValueError, OverflowError) as error:
         raise ModelError(
             f"file '{file}': not an adapter of onnxruntime ({error}); give a file written by "

@@ -19,6 +19,7 @@ from ortops.graph.files import external
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.folders import remember
+from ortops.graph.files.opening import read_regular
 from ortops.graph.layer_names import standard
 from ortops.lora.adapter_file import read_adapter_file
 from ortops.lora.fingerprints import family, first_fingerprint
@@ -86,7 +87,7 @@ def write_adapter(model: LightModel, path: str | os.PathLike[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "adapter")
         form.export_adapter(str(file))
-        write_atomically(path, file.read_bytes())
+        write_atomically(path, read_regular(file))
 
 
 @convert.blame_model

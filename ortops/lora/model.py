@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,7 +28,6 @@ __all__ = [
     "Array",
     "check_base",
     "read_adapted",
-    "refuse_irregular",
     "refuse_not_finite",
 ]
 
@@ -105,22 +101,6 @@ def refuse_not_finite(arrays: Mapping[str, Array], where: str) -> None:
                 f"{where}: '{name}' has NaN or infinite values; give an adapter whose training did "
                 "not diverge"
             )
-
-
-def refuse_irregular(file: Path, remedy: str) -> None:
-    """Rejects what is not a regular file: pipes and devices may have no end.
-
-    Raises:
-        ModelError: If the file is missing, unreadable or not regular.
-    """
-    try:
-        regular = stat.S_ISREG(file.stat().st_mode)
-        with file.open("rb") if regular else contextlib.nullcontext():
-            pass
-    except OSError as error:
-        raise ModelError(f"file '{file}': {error.strerror}; {remedy}") from error
-    if not regular:
-        raise ModelError(f"file '{file}': it is not a regular file; {remedy}")
 
 
 def check_base(adapted: Adapted) -> str:

@@ -22,10 +22,11 @@ from ortops.graph import convert
 from ortops.graph.adapters import Adapter, is_alpha, is_dropout, is_rank, scaling
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.atomic import write_atomically
-from ortops.graph.files.json_text import read_json
+from ortops.graph.files.json_text import read_settings
+from ortops.graph.files.loading import readable
+from ortops.graph.files.opening import file_in_folder
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.layer_names import FUSED, ends_with, standard
-from ortops.graph.limits import LIMITS
 from ortops.graph.safetensors import dump_safetensors, read_safetensors
 from ortops.lora.addition import Base, Layer, attach, read_base
 from ortops.lora.model import (
@@ -33,7 +34,6 @@ from ortops.lora.model import (
     Array,
     check_base,
     read_adapted,
-    refuse_irregular,
     refuse_not_finite,
 )
 from ortops.lora.patterns import Patterns
@@ -192,9 +192,9 @@ def refuse_others(folder: str | os.PathLike[str]) -> None:
         OrtopsError: If there is one.
     """
     present = [path for name in (_CONFIG, _WEIGHTS) if (path := Path(folder, name)).exists()]
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        settings = read_json(Path(folder, _CONFIG).read_bytes()).keys()
-        if settings == _written_config(Adapter(1, 1.0, False, "", {}), {}).keys():
+    with contextlib.suppress(OSError, ModelError):
+        settings = read_settings(Path(folder, _CONFIG))
+        if settings.keys() == _written_config(Adapter(1, 1.0, False, "", {}), {}).keys():
             return
     if present:
         raise OrtopsError(
@@ -241,8 +241,8 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
 
 def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
     """Returns a model that was read as a base, with an adapter of PEFT; see `from_peft`."""
-    path = Path(folder)
-    config = _config(path / _CONFIG)
+    files = [file_in_folder(Path(folder), each, what="adapter") for each in (_CONFIG, _WEIGHTS)]
+    config = _config(files[0])
     given = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     ranks, alphas = (Patterns(numbers, name) for name, numbers in given.items())
     rank, alpha = config.get("r", 8), float(config.get("lora_alpha", 8))
@@ -251,7 +251,7 @@ def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
     everything = targets(base.work)
     places = Places(everything)
     layers: list[Layer] = []
-    for peft, (a, b) in _pairs(_tensors(path / _WEIGHTS), everything).items():
+    for peft, (a, b) in _pairs(_tensors(files[1]), everything).items():
         r = a.shape[0] if a.ndim else 0
         expected_rank = ranks.value_for(peft, rank)
         if r != expected_rank:
@@ -329,21 +329,10 @@ def _short(number: float) -> float:
 
 def _config(file: Path) -> dict[str, Any]:
     """Reads the settings; rejects what is not plain LoRA."""
-    refuse_irregular(file, "give a folder written by PEFT")
-    content = file.read_bytes()
-    if len(content) > LIMITS.metadata_bytes:
-        raise ModelError(
-            f"file '{file}' must have at most {LIMITS.metadata_bytes:,} bytes, got "
-            f"{len(content):,}; raise ortops.graph.limits.LIMITS.metadata_bytes"
-        )
-    try:
-        config = read_json(content)
-    except ValueError as error:
-        raise ModelError(
-            f"file '{file}': not JSON ({error}); give a folder written by PEFT"
-        ) from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
+    remedy = "give a folder written by PEFT"
+    config = readable(file, lambda path: read_settings(path, remedy), remedy)
+    if config.get("peft_type") != "LORA":
+        kind = config.get("peft_type")
         raise UnsupportedError(f"file '{file}': peft_type must be 'LORA', got {kind!r:.80}")
     _refuse_more_than_lora(file, config)
     _check_numbers(file, config)
@@ -408,8 +397,9 @@ def _check_numbers(file: Path, config: Mapping[str, Any]) -> None:
 
 def _tensors(file: Path) -> dict[str, Array]:
     """Reads the matrices; bfloat16 becomes float32, as numpy cannot compute with it."""
-    refuse_irregular(file, "save the adapter in PEFT with safe_serialization=True")
-    found = read_safetensors(file)
+    found = readable(
+        file, read_safetensors, "save the adapter in PEFT with safe_serialization=True"
+    )
     for name, array in found.items():
         if array.dtype == _BFLOAT16:
             found[name] = array.astype(np.float32)

@@ -8,7 +8,6 @@ have blocks of a larger A and B.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 
 from ortops.errors import ModelError, UnsupportedError, did_you_mean
 from ortops.graph.adapters import scaling
+from ortops.graph.files.json_text import read_settings
 from ortops.graph.layer_names import FUSED, ends_with, plain, standard, whole_of
 from ortops.lora.model import Array
 from ortops.lora.targets import Target, parts
@@ -209,7 +209,7 @@ def model_type_beside(file: Path) -> str | None:
     for folder in (file.parent, file.parent.parent):
         for name in ("config.json", "genai_config.json"):
             try:
-                found = json.loads((folder / name).read_text(encoding="utf-8"))
+                found = read_settings(folder / name)
                 kind = found["model"]["type"] if "genai" in name else found["model_type"]
             except (OSError, ValueError, KeyError, TypeError):
                 continue

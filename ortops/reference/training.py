@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -157,6 +158,8 @@ class TrainingEvaluator:
         if isinstance(model, bytes):
             model = onnx.load_from_string(model)
         elif not isinstance(model, onnx.ModelProto):
+            if Path(model).exists() and not Path(model).is_file():  # a pipe may have no end
+                raise ValueError(f"file '{os.fspath(model)}' is not a regular file")
             model = onnx.load(model)
         self._inference = Evaluator(_model_of(model.graph, model))
         self._entries = [_Entry(model, info) for info in model.training_info]

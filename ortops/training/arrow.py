@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import ArgumentError, FeedError
+from ortops.graph.files.opening import leads_out, open_regular
 from ortops.optional import optional_module
 from ortops.training.feeds import Feeds, Inputs, listed
 from ortops.training.row_data import RowData
@@ -76,6 +77,8 @@ def open_arrow(data: Any) -> ArrowRows:
     arrow = optional_module(where, "pyarrow", "tables")
     datasets = optional_module(where, "pyarrow.dataset", "tables")
     try:
+        if suffix:
+            _refuse_endless(Path(name))
         if suffix in ARROW:
             blocks, names = _ipc_blocks(arrow, name)
         else:
@@ -83,6 +86,8 @@ def open_arrow(data: Any) -> ArrowRows:
             blocks, names = _blocks(dataset), list(dataset.schema.names)
     except FileNotFoundError as error:
         raise FeedError(f"{where}: there is no such file") from error
+    except FeedError:
+        raise
     except (arrow.ArrowException, OSError, ValueError) as error:
         why = str(error).strip().split("\n")[0][:200]
         raise FeedError(f"{where}: {why}") from error
@@ -90,6 +95,15 @@ def open_arrow(data: Any) -> ArrowRows:
         if names.count(column) > 1:
             raise FeedError(f"{where} has two columns '{column:.80}'; rename one of them")
     return ArrowRows(_Blocks(where, [block for block in blocks if block.rows], names))
+
+
+def _refuse_endless(path: Path) -> None:
+    """Rejects what is not a regular file, or a folder of these, which pyarrow would wait for."""
+    for file in path.rglob("*") if path.is_dir() else (path,):
+        if file != path and leads_out(path, file):
+            raise FeedError(f"data '{file}' leads out of the folder; replace the link by the file")
+        if not file.is_dir():
+            open_regular(file).close()
 
 
 def _blocks(dataset: Any) -> list[Block]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from ortops.errors import OrtopsError
+from ortops.errors import ModelError, OrtopsError
 from ortops.execution.step import Step
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -23,6 +24,7 @@ from ortops.graph.files import external
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.json_metadata import remove_metadata
 from ortops.graph.files.json_text import read_json
+from ortops.graph.files.opening import read_regular
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.files.wire_format import byte_spans
 from ortops.graph.safetensors import dump_safetensors
@@ -193,9 +195,10 @@ def _refuse_others(folder: Path, files: Mapping[str, bytes]) -> None:
         path = folder / name
         if not path.exists():
             continue
-        present = path.read_bytes()
-        if present == content or written.get(name) == _describe_file(present):
-            continue
+        with contextlib.suppress(ModelError):  # not a regular file
+            present = read_regular(path)
+            if present == content or written.get(name) == _describe_file(present):
+                continue
         raise OrtopsError(
             f"export_step: '{path}' was not written by an export to this folder, or was changed "
             "since; give another folder, or overwrite=True (--force on the command line) to "
@@ -206,7 +209,7 @@ def _refuse_others(folder: Path, files: Mapping[str, bytes]) -> None:
 def _written(description: Path) -> dict[str, Any]:
     """Returns the files that an earlier export wrote, with their lengths and checksums."""
     try:
-        content = description.read_bytes()
+        content = read_regular(description)
         found = read_json(content)
         if found["format"] == FORMAT:
             return {

@@ -15,7 +15,9 @@ import onnx_ir as ir
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError
 from ortops.graph.files.archive import read_arrays
 from ortops.graph.files.atomic import remedy
-from ortops.graph.files.json_text import read_json
+from ortops.graph.files.json_fields import TEXT, check_fields, object_of
+from ortops.graph.files.json_text import read_settings
+from ortops.graph.files.opening import file_in_folder, open_regular
 from ortops.graph.safetensors import map_safetensors
 from ortops.numbers import Array
 
@@ -29,6 +31,7 @@ _INDEX = ".safetensors.index.json"
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 """The keys under which training scripts store the weights, next to other state."""
 
+_REMEDY = "pass the path of a checkpoint"
 _BFLOAT16 = ir.DataType.BFLOAT16.numpy()
 
 
@@ -59,7 +62,7 @@ def read_checkpoint(source: Checkpoint, what: str = "checkpoint") -> dict[str, A
         if path.suffix == ".safetensors":
             return map_safetensors(path)
         if path.suffix == ".npz":
-            with path.open("rb") as stream:
+            with open_regular(path, error=ModelError, what="file", remedy=_REMEDY) as stream:
                 return read_arrays(stream, f"file '{path}'")
         if path.suffix in _TORCH:
             return _of_torch(path)
@@ -80,13 +83,14 @@ def read_checkpoint(source: Checkpoint, what: str = "checkpoint") -> dict[str, A
 
 def _sharded(path: Path) -> dict[str, Array]:
     """Reads the files of a checkpoint that transformers split."""
-    index = read_json(path.read_bytes())
-    files = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(files, dict) or any(Path(str(f)).name != f for f in files.values()):
-        raise ModelError(f"file '{path}': 'weight_map' must map names to files in its folder")
+    index = read_settings(path)
+    check_fields(f"file '{path}'", index, {"weight_map": object_of("names of files", TEXT.fits)})
+    where = f"file '{path}': 'weight_map'"
+    names = dict.fromkeys(index["weight_map"].values())
+    files = [file_in_folder(path.parent, name, what=where) for name in names]
     found: dict[str, Array] = {}
-    for file in dict.fromkeys(files.values()):
-        found |= map_safetensors(path.parent / file)
+    for file in files:
+        found |= map_safetensors(file)
     return found
 
 
@@ -99,7 +103,8 @@ def _of_torch(path: Path) -> dict[str, Array]:
             ".safetensors"
         ) from error
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path, error=ModelError, what="file", remedy=_REMEDY) as stream:
+            found = torch.load(stream, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise ModelError(
             f"file '{path}': torch.load(weights_only=True) refuses it "

@@ -17,6 +17,7 @@ from ortops.errors import ModelError, OrtopsError
 from ortops.graph.files.atomic import remedy
 from ortops.graph.files.folders import remembered
 from ortops.graph.files.messages import external_to_inputs, without_big_data
+from ortops.graph.files.opening import read_regular
 from ortops.graph.files.validation import validate
 from ortops.graph.files.wire_format import MOST_BYTES
 
@@ -88,8 +89,13 @@ def folder_of(path: Path, proto: onnx.ModelProto) -> Path:
     return folder
 
 
-def readable(path: Path, read: Callable[[Path], T]) -> T:
+def readable(path: Path, read: Callable[[Path], T], advice: str = "pass the path of a model") -> T:
     """Reads a file.
+
+    Args:
+        path: The file.
+        read: Reads it.
+        advice: What messages suggest.
 
     Raises:
         ModelError: If it cannot be read.
@@ -97,8 +103,7 @@ def readable(path: Path, read: Callable[[Path], T]) -> T:
     try:
         return read(path)
     except OSError as error:
-        remedy_text = remedy(error, "pass the path of a model")
-        raise ModelError(f"file '{path}': {error.strerror}; {remedy_text}") from error
+        raise ModelError(f"file '{path}': {error.strerror}; {remedy(error, advice)}") from error
 
 
 def _whole(path: Path) -> bytes:
@@ -113,9 +118,9 @@ def _whole(path: Path) -> bytes:
         raise ModelError(f"file '{path}' is a device; pass a regular file or a pipe")
     content = bytearray()
     if found.st_size <= MOST_BYTES:
+        if stat.S_ISREG(found.st_mode):
+            return read_regular(path)
         with path.open("rb") as stream:
-            if stat.S_ISREG(found.st_mode):
-                return stream.read()
             while len(content) <= MOST_BYTES and (part := stream.read(_PART)):  # may be endless
                 content += part
     if max(found.st_size, len(content)) > MOST_BYTES:

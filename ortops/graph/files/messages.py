@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import onnx
 
 from ortops.errors import ModelError
+from ortops.graph.files.opening import is_cached, plain_path
 from ortops.graph.files.wire_format import unknown_fields
 
 __all__ = [
@@ -173,10 +173,7 @@ def external_file(tensor: onnx.TensorProto, folder: Path | None) -> Path:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     where = f"initializer '{tensor.name}': external data '{location!s:.200}'"
-    path = Path(location)
-    absolute = path.is_absolute() or path.drive or location.startswith(("/", "\\"))
-    if absolute or not path.parts or ".." in path.parts or "\0" in location:
-        raise ModelError(f"{where} must be in the model's folder, as a relative path without '..'")
+    path = plain_path(location, f"{where} must be in the model's folder")
     if tensor.data_type not in ITEM_SIZES:
         raise ModelError(f"{where} must not be strings; store strings in the model")
     offset = _count(entries.get("offset", "0"), "offset", where)
@@ -191,7 +188,7 @@ def external_file(tensor: onnx.TensorProto, folder: Path | None) -> Path:
         for part in path.parts:
             file /= part
             found = file.lstat()
-            if stat.S_ISLNK(found.st_mode) and _is_cached(file):
+            if stat.S_ISLNK(found.st_mode) and is_cached(file):
                 file = file.resolve(strict=True)
                 found = file.lstat()
             elif stat.S_ISLNK(found.st_mode):
@@ -213,15 +210,6 @@ def external_file(tensor: onnx.TensorProto, folder: Path | None) -> Path:
             "all files of the model together"
         )
     return file
-
-
-def _is_cached(link: Path) -> bool:
-    """Whether a link is from a file in snapshots/<revision>/ of Hugging Face's cache to blobs/."""
-    snapshots = next((each for each in link.absolute().parents if each.name == "snapshots"), None)
-    if snapshots is None:
-        return False
-    target = Path(os.path.realpath(link))  # also for a cycle of links
-    return target.parent == Path(os.path.realpath(snapshots)).parent / "blobs"
 
 
 def _count(text: str, what: str, where: str) -> int:

@@ -29,6 +29,7 @@ from ortops.graph.files.atomic import (
 from ortops.graph.files.external import LightModel, detach, serialize
 from ortops.graph.files.folders import forget, remembered
 from ortops.graph.files.messages import data_size, initializers, is_light, location_of
+from ortops.graph.files.opening import open_regular
 from ortops.graph.files.streaming import serialized_parts, write_data, write_parts
 
 __all__ = ["remove_model", "save_model", "write_model"]
@@ -185,7 +186,7 @@ def _refers_to(model: Path, name: str) -> bool:
     try:
         if not model.is_file():
             return False
-        with model.open("rb") as stream:
+        with open_regular(model, error=ModelError) as stream:
             block = stream.read(_BLOCK)
             if not block.startswith(b"\x08"):  # the first field of a ModelProto: ir_version
                 return False

@@ -1,0 +1,143 @@
+"""Opens files that others wrote, and decides which files of a folder may be read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path, PureWindowsPath
+from typing import BinaryIO
+
+from ortops.errors import FeedError, ModelError, OrtopsError
+from ortops.graph.files.atomic import naming
+
+__all__ = [
+    "file_in_folder",
+    "is_cached",
+    "leads_out",
+    "open_regular",
+    "plain_path",
+    "read_regular",
+]
+
+
+def open_regular(
+    path: str | os.PathLike[str],
+    *,
+    link: bool = True,
+    error: type[OrtopsError] = FeedError,
+    what: str = "data",
+    remedy: str = "copy its content to a regular file, or pipe comma-separated values to --data -",
+) -> BinaryIO:
+    """Opens a regular file for reading; every file is opened in this way.
+
+    Pipes and devices are rejected: they may have no end, and opening a device may change its state.
+
+    Args:
+        path: The file.
+        link: Whether the path may be a symbolic link.
+        error: The class of the error if it is something else.
+        what: What messages call it.
+        remedy: What messages suggest.
+
+    Raises:
+        OrtopsError: If it is not a regular file; of the given class.
+        OSError: If it cannot be opened.
+    """
+    file = Path(path)
+    wanted = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    wanted |= getattr(os, "O_NONBLOCK", 0)  # opening a pipe would wait for its writer
+    if not link:
+        wanted |= getattr(os, "O_NOFOLLOW", 0)
+    with naming(path):
+        try:
+            status = file.stat() if link else file.lstat()
+        except ValueError as wrong:  # a NUL, or what is no text
+            raise error(f"{what} {os.fspath(path)!r:.200}: {wrong}; {remedy}") from wrong
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if stat.S_ISREG(status.st_mode):  # checked first, as opening a device may have effects
+            stream = os.fdopen(os.open(file, wanted), "rb")
+            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                return stream
+            stream.close()
+    raise error(f"{what} '{file}' is not a regular file; {remedy}")
+
+
+def read_regular(
+    path: str | os.PathLike[str],
+    *,
+    most: int | None = None,
+    error: type[OrtopsError] = ModelError,
+    what: str = "file",
+    remedy: str = "give a regular file",
+) -> bytes:
+    """Returns the content of a regular file; see `open_regular`.
+
+    Args:
+        path: The file.
+        most: The largest number of bytes, `LIMITS.metadata_bytes` for text.
+        error: The class of the error if it is something else, or larger.
+        what: What messages call it.
+        remedy: What messages suggest.
+    """
+    with open_regular(path, error=error, what=what, remedy=remedy) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if most is None or size <= most:
+            return stream.read()
+    raise error(
+        f"{what} '{path}' must have at most {most:,} bytes, got {size:,}; raise "
+        "ortops.graph.limits.LIMITS.metadata_bytes"
+    )
+
+
+def file_in_folder(folder: Path, name: object, *, what: str) -> Path:
+    """Returns the file that another file of a folder names; it need not exist.
+
+    Args:
+        folder: The folder.
+        name: The name.
+        what: Where the name is written, at the beginning of messages.
+
+    Raises:
+        ModelError: If it is not a plain relative path, or leads out of the folder.
+    """
+    file = folder / plain_path(name, f"{what} must be a file in the folder '{folder}'")
+    if leads_out(folder, file):
+        raise ModelError(
+            f"{what}: {name!r:.200} is a link that leads out of '{folder}'; replace it by the file"
+        )
+    return file
+
+
+def plain_path(name: object, what: str) -> Path:
+    """Returns a relative path that stays in its folder on every system, links aside.
+
+    Args:
+        name: The path.
+        what: What it is and where it must be, at the beginning of messages.
+
+    Raises:
+        ModelError: If it is empty, too long, absolute, not text, or has ``..``, a drive or a NUL.
+    """
+    if isinstance(name, str) and "\0" not in name and name.encode(errors="ignore").decode() == name:
+        path = PureWindowsPath(name)  # both / and \ separate its parts
+        is_name = 0 < max(map(len, path.parts), default=0) < 256  # which no system exceeds
+        if is_name and not path.drive and not path.root and ".." not in path.parts:
+            return Path(name)
+    raise ModelError(f"{what}, as a relative path without '..', got {name!r:.200}")
+
+
+def leads_out(folder: Path, file: Path) -> bool:
+    """Whether a link leads from a file of a folder to a place outside, other than the cache's."""
+    inside = Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
+    return not inside and not is_cached(file)
+
+
+def is_cached(link: Path) -> bool:
+    """Whether a link is from a file in snapshots/<revision>/ of Hugging Face's cache to blobs/."""
+    snapshots = next((each for each in link.absolute().parents if each.name == "snapshots"), None)
+    if snapshots is None:
+        return False
+    target = Path(os.path.realpath(link))  # also for a cycle of links
+    return target.parent == Path(os.path.realpath(snapshots)).parent / "blobs"
