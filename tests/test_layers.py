@@ -127,6 +127,7 @@ WITHIN = {
     ),
     "llm": (
         "folder",
+        "rendering",
         "tokenization",
         "examples",
         "preferences",
@@ -249,8 +250,8 @@ WITHIN = {
         ),
     ),
     "trainable": (
-        *("metadata", "training_mode", "bfloat16", "step_graph", "child_process"),
-        *("initialization", "write_back"),
+        *("metadata", "training_mode", "bfloat16", "step_graph", "limited"),
+        *("model_run", "child_process", "initialization", "write_back"),
     ),
     "building": (
         *("tables", "parameters", "preparation", "reachability", "algorithm", "groups", "clipping"),
