@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortops.arguments import whole_number
-from ortops.errors import ArgumentError, UnsupportedError
+from ortops.errors import ArgumentError, OrtopsError, UnsupportedError
 from ortops.graph.convert import to_ir
 from ortops.graph.files.external import move_out, serialize
 from ortops.inference import lend
@@ -62,6 +62,21 @@ class Server:
         Returns:
             The tokens to continue, the encoder's input, and whether the continuation is a text.
         """
+        try:
+            return self._read(prompt, decoder_prefix, tokenizer, has_encoder=has_encoder)
+        except OrtopsError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(f"prompt: {error}") from error
+
+    def _read(
+        self,
+        prompt: Any,
+        decoder_prefix: str | Sequence[int],
+        tokenizer: Callable[[], Tokenizer],
+        *,
+        has_encoder: bool,
+    ) -> tuple[list[int], Array | None, bool]:
         if has_encoder:
             source = source_of(prompt, tokenizer)
             first = prefix_of(decoder_prefix, tokenizer, self._folder)
@@ -125,7 +140,7 @@ class Server:
         end = int(np.flatnonzero(trained)[-1]) + 1
         start = max(1, *(np.flatnonzero(~trained[:end]) + 1), 0)  # a prompt has at least one token
         found = self.continued(tokens[:start], end - start, set(), Sampling())
-        return bool(found == tokens[start:end])
+        return bool(found == example.labels[start:end].tolist())
 
     def _refuse_unknown(self, tokens: Sequence[int]) -> None:
         """Rejects tokens that the vocabulary does not have."""

@@ -167,7 +167,9 @@ class FineTuning:
         )
         self._server = Server(self.session, folder, files, names)
         self._batches = Batches(
-            *(folder, files, lambda: self.tokenizer, self.session.inputs), compares=self._compares
+            *(folder, files, lambda: self.tokenizer, self.session.inputs),
+            compares=self._compares,
+            words=_words(model, folder),
         )
 
     @property
@@ -217,8 +219,9 @@ class FineTuning:
                   (``human``, ``gpt`` or ``system``) and ``value``;
                 - ``prompt`` and ``completion``: two texts;
                 - ``text``: a text;
-                - ``input_ids``: tokens, and optionally ``labels``, which are the same tokens, or
-                  -100 for those that the loss ignores.
+                - ``input_ids``: tokens, and optionally ``labels``, as in transformers: as many,
+                  not shifted, each of them a token that is trained in the place of that in
+                  ``input_ids`` (usually the same), or -100 for one that the loss ignores.
 
                 For a model with an encoder, a row has ``prompt`` (for the encoder) and
                 ``completion`` (for the decoder), or ``input_ids`` and ``labels``, or
@@ -646,6 +649,14 @@ def _saved_training(file: Path) -> LightModel:
             "adapter is merged into the files of the model; begin with ortops.llm.FineTuning"
         )
     return load_light(file)
+
+
+def _words(model: LightModel, folder: Folder) -> int | None:
+    """Returns the size of the vocabulary; None if it is not known."""
+    outputs = [v for v in model.proto.graph.output if v.name == folder.logits]
+    dims = [int(d.dim_value) for v in outputs for d in v.type.tensor_type.shape.dim[-1:]]
+    known = folder.genai.get("vocab_size", folder.config.get("vocab_size"))
+    return max(dims, default=0) or (known if type(known) is int and known > 0 else None)
 
 
 def _adapter_names(model: LightModel) -> list[str]:
