@@ -17,7 +17,7 @@ FLOORS = (
         *("reference", "uninterrupted"),
     ),
     ("arguments", "optional", "other_names"),
-    ("mpi", "schedules", "summary"),
+    ("mpi", "notes", "schedules", "summary"),
     ("graph",),
     ("autodiff",),
     ("passes",),

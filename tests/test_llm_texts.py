@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import math
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from violations import all_violations
 
 import ortops
 from models import llama
+from ortops.cli import main
 from ortops.graph.limits import LIMITS
 from ortops.llm import FineTuning
 from ortops.llm.examples import chat, read_examples
@@ -426,3 +428,50 @@ def test_jinja_must_have_no_known_hole(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.1.5")
     with pytest.raises(ortops.OrtopsError, match=r"jinja2 must be 3\.1\.6 or later, got 3\.1\.5"):
         tokenizer.chat(conversation("a"))
+
+
+# ------------------------------------------------------------------------------ what is shown
+
+
+def test_what_is_shown_cannot_be_forged(
+    base: Path, plain: FineTuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "\x1b[31m«x»\x07\u202e\ue000"
+    rows = [{"messages": conversation(text, "yes " + text)}]
+    shown = plain.show(rows).splitlines()[1]
+    assert shown.count("«") == shown.count("»") == 1
+    assert shown.index("«") == shown.index("yes") - 1
+    assert shown.endswith("<|end|>»")
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{json.dumps(rows[0])}\n")
+    assert main(["tune", str(base), str(file), "--show"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[1].count("\\x1b[31m\\xabx\\xbb\\x07\\u202e\\ue000") == 2
+    assert not set("\x1b\x07\u202e\ue000") & set(captured.out + captured.err)
+
+
+@pytest.mark.slow
+def test_the_log_says_each_thing_once(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = "(m.content | upper if m.role == 'assistant' and not loop.last else m.content)"
+    changing = PLAIN.replace("m.content", changed)
+    folder = Path(shutil.copytree(base, tmp_path / "base"))
+    (folder / "chat_template.jinja").write_text(changing)
+    file = tmp_path / "rows.jsonl"
+    row = {"messages": conversation("a", "ab", "c", "d\x1b")}
+    file.write_text(f"{json.dumps(row)}\n" * 7)
+    tuning = FineTuning(folder, rank=1)
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    for _ in range(2):
+        tuning.evaluate(file)
+    expected = "7 rows have replies that the chat template changes: 7 replies are not trained"
+    assert [each.message for each in caplog.records if each.levelname == "WARNING"] == [expected]
+
+    command = ["tune", str(folder), str(file), "--show", "--rank", "1"]
+    assert main([*command, "--quiet"]) == 0
+    assert capsys.readouterr().err == f"{expected}\n"
+    assert main(command) == 0
+    err = capsys.readouterr().err
+    assert "added an adapter of rank 1" in err
+    assert err.endswith(f"{expected}\n")

@@ -44,6 +44,7 @@ from ortops.lora.peft import with_peft
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
 from ortops.losses.preference import REWARD_MARGIN
 from ortops.metrics.metric import Array, Mean, StreamingMetric
+from ortops.notes import notes_as_details
 from ortops.optimizers import Adam
 from ortops.passes.rematerialization import Checkpoint
 from ortops.schedules import Schedule
@@ -138,9 +139,10 @@ class FineTuning:
         folder = open_folder(folder_or_file)
         files = several_files(folder)
         settings = (rslora, rank_pattern, alpha_pattern, dropout, seed)
-        model = _adapted(folder, files, rank, alpha, targets, adapter, settings)
-        refuse_experts(model.proto)
-        trainable = _trainable(model, folder, learning_rate, loss, files)
+        with notes_as_details():
+            model = _adapted(folder, files, rank, alpha, targets, adapter, settings)
+            refuse_experts(model.proto)
+            trainable = _trainable(model, folder, learning_rate, loss, files)
         self._start(folder, trainable, files=files, recompute=recompute, providers=providers)
         if adapter is not None:  # without an active adapter, the saved model is the base
             self._writer.initial = {n: np.zeros_like(a) for n, a in self._writer.initial.items()}
@@ -511,7 +513,8 @@ class FineTuning:
         """
         opened = open_folder(folder)
         files = several_files(opened)
-        trainable, initial = _saved(opened, files)
+        with notes_as_details():
+            trainable, initial = _saved(opened, files)
         result = cls.__new__(cls)
         result._start(
             opened, trainable, initial, files=files, recompute=recompute, providers=providers
