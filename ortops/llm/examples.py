@@ -27,9 +27,9 @@ __all__ = [
     "answer",
     "batch_of",
     "chat",
+    "errors_of",
     "example_of",
     "note",
-    "of_row",
     "read_examples",
     "rows_of",
     "tokens_of",
@@ -46,7 +46,7 @@ Rows: TypeAlias = str | os.PathLike[str] | Iterable[Any]
 
 PADDING = ("right", "left")
 
-_FORMS = "messages, conversations, prompt and completion, text, or input_ids"
+_FORMS = "have messages, conversations, prompt and completion, text, or input_ids"
 
 _SPEAKERS = {"human": "user", "gpt": "assistant"} | {
     role: role for role in ("system", "user", "assistant", "tool")
@@ -100,7 +100,7 @@ def read_examples(
     """
     found, cut, left, lost = list[Example](), 0, 0, list[int]()
     for number, row in enumerate(rows_of(rows), 1):
-        with of_row(number, row, _FORMS):
+        with errors_of(f"data: row {number}", row, _FORMS):
             example, missing = _tokenized(row, tokenizer, train_on, words)
         cut += len(example.tokens) > max_length
         lost += [missing] if missing else []
@@ -130,18 +130,18 @@ def note(said: set[str], text: str, count: int, *more: int) -> None:
 
 
 @contextlib.contextmanager
-def of_row(number: int, row: Any, forms: str) -> Iterator[None]:
-    """Raises a FeedError for what is wrong in a row."""
+def errors_of(
+    what: str, given: Any, forms: str, kind: type[OrtopsError] = FeedError
+) -> Iterator[None]:
+    """Raises an error of a kind for what is wrong in a row, or a prompt."""
     try:
         yield
     except RefusedTextError as error:
-        raise FeedError(f"data: row {number}: {error}; correct the row") from error
+        raise kind(f"{what}: {error}; correct it") from error
     except OrtopsError:  # of files
         raise
     except (KeyError, RecursionError, TypeError, ValueError) as error:
-        raise FeedError(
-            f"data: row {number} must have {forms}, got {row!r:.80} ({error})"
-        ) from error
+        raise kind(f"{what} must {forms}, got {given!r:.80} ({error})") from error
 
 
 def tokens_of(given: Any, words: int | None, *, labels: bool = False) -> list[int]:

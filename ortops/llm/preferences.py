@@ -11,8 +11,8 @@ from ortops.llm.examples import (
     Rows,
     answer,
     chat,
+    errors_of,
     example_of,
-    of_row,
     rows_of,
     tokens_of,
 )
@@ -48,7 +48,7 @@ def read_pairs(
     """
     found = []
     for number, row in enumerate(rows_of(rows), 1):
-        with of_row(number, row, "prompt, chosen and rejected"):
+        with errors_of(f"data: row {number}", row, "have prompt, chosen and rejected"):
             pair = tuple(_answer(row, name, tokenizer, words) for name in ANSWERS)
         length = max(len(each.tokens) for each in pair)
         if length > max_length:  # a truncated answer would lose what makes it better or worse

@@ -39,10 +39,6 @@ class _BlamedError(Exception):
         self.blamed = blamed
 
 
-class _RefusedError(Exception):
-    """A template refuses a chat."""
-
-
 class Texts:
     """A tokenizer and a chat template; `ortops.llm.tokenization` says what each method does."""
 
@@ -53,7 +49,7 @@ class Texts:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self._edges: list[tuple[str, str]] = []
+        self._edges: dict[str, tuple[str, str]] = {}
 
     def answer(self, body: bytes) -> tuple[str, Any]:
         """Calls a method, and returns what is to blame (empty if nothing), and what it returned."""
@@ -64,11 +60,13 @@ class Texts:
             return "", getattr(self, name)(*arguments)
         except _BlamedError as error:
             return error.blamed, str(error)
+        except ImportError as error:
+            return "package", f"the package {error.name} is not installed"
 
     def open(self, file: str, names: Mapping[str, str]) -> int | None:
         """Reads a tokenizer, and returns the token that ends a text."""
         self._names = names
-        package = _needed("tokenizers")
+        package = importlib.import_module("tokenizers")
         with _blaming("tokenizer"):
             self._tokenizer = package.Tokenizer.from_file(file)
             self._tokenizer.no_truncation()
@@ -78,14 +76,15 @@ class Texts:
             found: int | None = self._tokenizer.token_to_id(names["eos_token"])
         return found
 
-    def tokens(self, text: str, special: bool) -> list[int]:
-        """Returns the tokens of a text."""
-        return list(self._encoded(text, special=special).ids)
-
-    def spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the tokens of a text, and the characters that each covers."""
-        found = self._encoded(text, special=False)
-        return found.ids, found.offsets
+    def tokens(self, text: str, special: bool, spans: bool) -> tuple[list[int], Any]:
+        """Returns the tokens of a text, and the characters that each covers if this is asked."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise _BlamedError("data", f"a text that is no Unicode: {error}") from error
+        with _blaming("tokenizer"):
+            found = self._tokenizer.encode(text, add_special_tokens=special)
+        return found.ids, found.offsets if spans else None
 
     def text(self, tokens: list[int], special: bool) -> str:
         """Returns the text of tokens."""
@@ -104,14 +103,6 @@ class Texts:
         found = self._found_by_marks(messages, text) if self.is_marked else None
         return text, self._found_by_parts(messages, text) if found is None else found
 
-    def _encoded(self, text: str, *, special: bool) -> Any:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise _BlamedError("data", f"a text that is no Unicode: {error}") from error
-        with _blaming("tokenizer"):
-            return self._tokenizer.encode(text, add_special_tokens=special)
-
     def _found_by_marks(self, messages: Sequence[Any], text: str) -> list[tuple[int, int]] | None:
         """Returns the characters of what the template says that it generates.
 
@@ -123,25 +114,27 @@ class Texts:
         """
         draw = random.SystemRandom()
         begin, end = ("".join(map(chr, draw.choices(range(0xE000, 0xF900), k=12))) for _ in "be")
-        self._marks, self._edges = (begin, end), []
+        self._marks, self._edges = (begin, end), {}
         try:
             marked = self._rendered(messages)
         except _BlamedError:
             return None
         finally:
             self._marks = None
-        pattern = f"({begin}|{end})(\\d+){end}"
+        pattern = re.compile(f"({begin}|{end})(.)", re.DOTALL)
+        if pattern.sub("", marked) != text:
+            return None
         found, starts, removed = [], dict[str, int](), 0
-        for match in re.finditer(pattern, marked):
+        for match in pattern.finditer(marked):
             at, number = match.start() - removed, match[2]
             removed += len(match[0])
-            lead, tail = self._edges[int(number)]
+            lead, tail = self._edges[number]
             if match[1] == begin:
                 starts[number] = at - len(lead) if text.endswith(lead, 0, at) else at
             elif number in starts:
                 stop = at + len(tail) if text.startswith(tail, at) else at
                 found.append((starts.pop(number), stop))
-        return found if not starts and re.sub(pattern, "", marked) == text else None
+        return None if starts else found
 
     def mark(self, text: str) -> str:
         """Returns what a template generates, with marks if this is asked for.
@@ -151,10 +144,10 @@ class Texts:
         if self._marks is None:
             return text
         begin, end = self._marks
-        number, core = len(self._edges), text.strip()
+        number, core = chr(0xF0000 + len(self._edges)), text.strip()  # no letter, digit or space
         lead, _, tail = text.partition(core) if core else (text, "", "")
-        self._edges.append((lead, tail))
-        return f"{lead}{begin}{number}{end}{core}{end}{number}{end}{tail}"
+        self._edges[number] = lead, tail
+        return f"{lead}{begin}{number}{core}{end}{number}{tail}"
 
     def _found_by_parts(self, messages: Sequence[Any], text: str) -> list[tuple[int, int]]:
         """Returns the characters of replies, by rendering the chat up to each of them."""
@@ -185,24 +178,17 @@ class Texts:
         return end + len(last) if last and text.startswith(last, end) else end
 
     def _rendered(self, messages: Sequence[Any], *, begin_reply: bool = False) -> str:
+        given = {"messages": messages, "add_generation_prompt": begin_reply}
         try:
-            text: str = self._template.render(
-                messages=messages, add_generation_prompt=begin_reply, **self._names
-            )
-        except _RefusedError as error:
-            raise _BlamedError("data", f"the chat template refuses it: {error}") from error
-        except (MemoryError, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a template can raise anything
-            if messages is _PLAIN_CHAT:
+            with _blaming("template"):
+                text: str = self._template.render(**given, **self._names)
+        except _BlamedError as error:
+            if error.blamed == "data" or messages is _PLAIN_CHAT:
                 raise
-            try:
+            with contextlib.suppress(_BlamedError):
                 self._rendered(_PLAIN_CHAT)
-            except _BlamedError:  # it refuses that
-                pass
-            except Exception as same:  # not because of the data
-                raise _BlamedError("template", same) from error
-            raise _BlamedError("data", f"the chat template fails: {error}") from error
+                error = _BlamedError("data", f"the chat template fails: {error}")
+            raise error from None
         if len(text) > 2**20 + 16 * self._size:
             raise _BlamedError("template", f"it makes a text of {len(text):,} characters")
         return text
@@ -212,7 +198,7 @@ class Texts:
             return
         kinds = ["jinja2.ext.loopcontrols", _generation(self)]
         form = {"trim_blocks": True, "lstrip_blocks": True, "extensions": kinds}
-        sandbox = _needed("jinja2.sandbox").ImmutableSandboxedEnvironment(**form)
+        sandbox = importlib.import_module("jinja2.sandbox").ImmutableSandboxedEnvironment(**form)
         version = importlib.metadata.version("jinja2")
         if tuple(map(int, re.findall(r"\d+", version)[:3])) < _JINJA:
             raise _BlamedError("package", f"jinja2 must be 3.1.6 or later, got {version}")
@@ -242,7 +228,7 @@ def _blaming(what: str) -> Iterator[None]:
 
 def _generation(texts: Texts) -> Any:
     """Returns the extension of jinja2 for ``{% generation %}``, as in Hugging Face's templates."""
-    extension, nodes = _needed("jinja2.ext"), _needed("jinja2.nodes")
+    extension, nodes = map(importlib.import_module, ("jinja2.ext", "jinja2.nodes"))
 
     class Generation(extension.Extension):  # type: ignore[misc, name-defined]
         """Marks the text of the block."""
@@ -262,19 +248,11 @@ def _generation(texts: Texts) -> Any:
 
 
 def _refuse(message: str) -> None:
-    raise _RefusedError(message)
+    raise _BlamedError("data", f"the chat template refuses it: {message}")
 
 
 def _dump(value: Any, ensure_ascii: bool = False, indent: Any = None, **named: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **named)
-
-
-def _needed(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise _BlamedError("package", f"the package {package} is not installed") from error
 
 
 _TEXTS = Texts()

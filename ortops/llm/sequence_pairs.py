@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import ArgumentError, FeedError, ModelError
-from ortops.llm.examples import IGNORED, Rows, note, of_row, rows_of, tokens_of
+from ortops.llm.examples import IGNORED, Rows, errors_of, note, rows_of, tokens_of
 from ortops.llm.folder import Folder
 from ortops.llm.tokenization import Tokenizer
 
@@ -26,7 +26,7 @@ __all__ = [
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_FORMS = "prompt and completion, input_ids and labels, or input_features and text or labels"
+_FORMS = "have prompt and completion, input_ids and labels, or input_features and text or labels"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def read_sequence_pairs(
     limit = folder.config.get("max_target_positions")
     longest = min(max_length, limit) if isinstance(limit, int) else max_length
     for number, row in enumerate(rows_of(rows), 1):
-        with of_row(number, row, _FORMS):
+        with errors_of(f"data: row {number}", row, _FORMS):
             source, labels = _pair(row, tokenizer, folder, words)
             prefix = prefix_of(row.get("decoder_prefix", ()), tokenizer, folder, words)
         is_long = source.ndim == 1 and len(source) > max_length
@@ -108,10 +108,8 @@ def _pair(
     if "input_features" in row:
         source = np.asarray(row["input_features"])
         if source.ndim != 2 or source.dtype.kind not in "iuf":
-            raise ValueError(
-                f"input_features must be numbers [bins, frames], got {source.dtype} of shape "
-                f"{list(source.shape)}"
-            )
+            what = f"{source.dtype} of shape {list(source.shape)}"
+            raise ValueError(f"input_features must be numbers [bins, frames], got {what}")
         source = source.astype(np.float32)
     elif "input_ids" in row:
         source = np.array(tokens_of(row["input_ids"], words), np.int64)

@@ -61,11 +61,11 @@ class Tokenizer:
             text: The text.
             special: Whether to add the tokens that the tokenizer adds around a text.
         """
-        return list(self._ask("tokens", _text(text), special))
+        return list(self._ask("tokens", _text(text), special, False)[0])
 
     def spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the tokens of a text, and the characters that each of them covers."""
-        tokens, spans = self._ask("spans", _text(text))
+        tokens, spans = self._ask("tokens", _text(text), False, True)
         return tokens, spans
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:

@@ -96,43 +96,32 @@ class Child:
         Raises:
             ChildError: If the program fails, or exceeds a limit. The process has then ended.
         """
-        source, sink = self._process.stdout, self._process.stdin
-        assert source is not None
-        assert sink is not None
-        line, rest = b"", b""
+        head = json.dumps([request, len(body), min(seconds, 1e6), memory]).encode()
+        source: Any = self._process.stdout
+        sink: Any = self._process.stdin
+        done = False
         try:
-            head = json.dumps([request, len(body), min(seconds, 1e6), memory]).encode()
-            try:
-                sink.write(head + b"\n" + body)
-                sink.flush()
-                line = source.readline()
-                problem, found, sizes = json.loads(line)
-                rest = source.read(sum(sizes))
-            except (OSError, ValueError):  # it has ended
-                status = self._process.wait()
-                if status == 1:
-                    raise ChildError(
-                        f"did not end within {seconds:.3g} s; correct it, or allow more time "
-                        f"({self._limits[0]})"
-                    ) from None
-                problem = (
-                    f"its process ended with status {status}, as when it needs more than "
-                    f"{memory:,} bytes of memory ({self._limits[1]})"
-                )
-        except BaseException:  # such as a Ctrl-C, after which the next answer would be this one
-            self.close()
-            raise
+            sink.write(head + b"\n" + body)
+            sink.flush()
+            problem, found, sizes = json.loads(source.readline())
+            rest = source.read(sum(sizes))
+            done = not problem
+        except (OSError, ValueError):
+            status = self._process.wait()
+            problem = "" if status == 1 else f"its process ended with status {status}"
+        finally:  # also after a Ctrl-C, or the next answer would be this one
+            if not done:
+                self.close()
+        if done:
+            return found, rest
+        if not problem:
+            what = f"did not end within {seconds:.3g} s; correct it, or allow more time"
+            raise ChildError(f"{what} ({self._limits[0]})")
         if any(sign in problem for sign in _OUT_OF_MEMORY):
-            problem = (
-                f"needs more than {memory:,} bytes of memory; correct it, or allow more "
-                f"({self._limits[1]})"
-            )
-        elif problem:
-            problem = f"failed: {problem}; correct it"
-        if problem:
-            self.close()
-            raise ChildError(problem)
-        return found, rest
+            what = f"needs more than {memory:,} bytes of memory; correct it, or allow more"
+            raise ChildError(f"{what} ({self._limits[1]})")
+        more = f", as if it needed more than {memory:,} bytes" if "status" in problem else ""
+        raise ChildError(f"failed: {problem}{more}; correct it")
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 __all__ = ["READY"]
 
@@ -18,20 +19,13 @@ READY = b"ready\n"
 """What the process says when it has started."""
 
 
-def _memory() -> int:
-    """Returns the size of the process in bytes; 0 if the system does not say it."""
-    try:
-        import resource
-
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except (ImportError, OSError):
-        return 0
-
-
 def _limit_memory(size: int) -> None:
+    """Limits how much the process grows, in bytes."""
     try:
         import resource
 
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        size += pages * resource.getpagesize()
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (size if hard < 0 else min(size, hard), hard))
     except (ImportError, OSError, ValueError):  # the system has no such limit
@@ -40,9 +34,7 @@ def _limit_memory(size: int) -> None:
 
 def _serve(program: str) -> None:
     """Answers requests with the function ``answer`` of a program, until there are no more."""
-    spec = importlib.util.spec_from_file_location("program", program)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location("program", program)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
@@ -51,8 +43,7 @@ def _serve(program: str) -> None:
     with Path(os.devnull).open("w") as nowhere:
         while line := source.readline():
             request, size, seconds, memory = json.loads(line)
-            if present := _memory():
-                _limit_memory(present + size + memory)
+            _limit_memory(size + memory)
             body = source.read(size)
             # A thread that needs nothing of Python ends the process, with status 1.
             faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
