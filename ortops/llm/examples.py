@@ -306,13 +306,10 @@ def answer(prompt: str, reply: str, tokenizer: Tokenizer, *, whole: bool = False
 def chat(messages: Sequence[Message], tokenizer: Tokenizer, train_on: str) -> tuple[Example, int]:
     """Returns a chat, of which replies are trained, and the number of those that are not found."""
     if train_on == "all":
-        return _whole(tokenizer.spans(tokenizer.chat(messages))[0]), 0
+        return _whole(tokenizer.tokens(tokenizer.chat(messages), special=False)), 0
     text, replies = tokenizer.replies(messages)
     count = sum(message["role"] == "assistant" for message in messages)
     missing = max(0, count - sum(start < stop for start, stop in replies))
-    tokens, spans = tokenizer.spans(text)
-    trained = [False] * len(tokens)
-    for start, stop in replies[-1:] if train_on == "completion" else replies:
-        for place, (first, end) in enumerate(spans):
-            trained[place] |= start <= first and end <= stop and end > first
-    return example_of(tokens, trained), missing if train_on == "assistant" else 0
+    if train_on == "completion":
+        replies, missing = replies[-1:], 0
+    return example_of(*tokenizer.tokens_in(text, replies)), missing

@@ -76,15 +76,23 @@ class Texts:
             found: int | None = self._tokenizer.token_to_id(names["eos_token"])
         return found
 
-    def tokens(self, text: str, special: bool, spans: bool) -> tuple[list[int], Any]:
-        """Returns the tokens of a text, and the characters that each covers if this is asked."""
+    def tokens(
+        self, text: str, special: bool, places: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[bool]]:
+        """Returns the tokens of a text, and whether each is within places of the text."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise _BlamedError("data", f"a text that is no Unicode: {error}") from error
         with _blaming("tokenizer"):
             found = self._tokenizer.encode(text, add_special_tokens=special)
-        return found.ids, found.offsets if spans else None
+        spans = found.offsets if places else []
+        inside = [False] * len(spans)
+        for start, stop in places:
+            inside = [
+                known or start <= i < j <= stop for known, (i, j) in zip(inside, spans, strict=True)
+            ]
+        return found.ids, inside
 
     def text(self, tokens: list[int], special: bool) -> str:
         """Returns the text of tokens."""

@@ -61,12 +61,14 @@ class Tokenizer:
             text: The text.
             special: Whether to add the tokens that the tokenizer adds around a text.
         """
-        return list(self._ask("tokens", _text(text), special, False)[0])
+        return list(self._ask("tokens", _text(text), special, [])[0])
 
-    def spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the tokens of a text, and the characters that each of them covers."""
-        tokens, spans = self._ask("tokens", _text(text), False, True)
-        return tokens, spans
+    def tokens_in(
+        self, text: str, places: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[bool]]:
+        """Returns the tokens of a text, and whether each is within places: its characters are."""
+        tokens, are_in = self._ask("tokens", text, False, places)
+        return tokens, are_in or [False] * len(tokens)
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Returns the text of tokens.
