@@ -154,7 +154,7 @@ ROOMS = {
     "conformance": room("conformance", "test_conformance test_conformance_peers"),
     "reference": room("reference", "test_reference test_conformance test_flex_attention"),
     "cli": room(
-        "cli check.py summary.py __main__.py",
+        "cli check.py notes.py summary.py __main__.py",
         "test_cli test_check test_summary test_cli_data test_llm test_lora test_export_step "
         "test_weights_names test_surgery",
     ),

@@ -17,7 +17,7 @@ FLOORS = (
         *("reference", "uninterrupted"),
     ),
     ("arguments", "optional", "other_names"),
-    ("mpi", "schedules", "summary"),
+    ("mpi", "notes", "schedules", "summary"),
     ("graph",),
     ("autodiff",),
     ("passes",),
@@ -128,6 +128,7 @@ WITHIN = {
     ),
     "llm": (
         "folder",
+        "rendering",
         "tokenization",
         "examples",
         "preferences",
@@ -250,8 +251,8 @@ WITHIN = {
         ),
     ),
     "trainable": (
-        *("metadata", "training_mode", "bfloat16", "step_graph", "child_process"),
-        *("initialization", "write_back"),
+        *("metadata", "training_mode", "bfloat16", "step_graph", "limited"),
+        *("model_run", "child_process", "initialization", "write_back"),
     ),
     "building": (
         *("tables", "parameters", "preparation", "reachability", "algorithm", "groups", "clipping"),

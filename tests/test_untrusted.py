@@ -97,6 +97,7 @@ OPENED_ELSEWHERE = {
     ("graph/files/loading.py", "path.open"): "a pipe with a model, up to 2 GB",
     ("graph/files/opening.py", "os.open"): "the place itself",
     ("graph/safetensors.py", "mmap.mmap"): "of what open_regular opened",
+    ("llm/rendering.py", "package.Tokenizer.from_file"): "what its caller has checked",
     ("execution/compilation.py", "mmap.mmap"): "memory without a file",
     ("llm/decoding.py", "onnxruntime.InferenceSession"): "a file in its temporary folder",
     ("llm/folder.py", "shutil.copyfile"): "regular files only",

@@ -52,6 +52,7 @@ from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import Loss, LossLike
 from ortops.losses.loss import Function
 from ortops.lowering import lower_prepared
+from ortops.notes import say_note
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.other_names import ARGUMENTS_OF_BUILD, explains_arguments
 from ortops.trainable.metadata import (
@@ -295,7 +296,7 @@ def build_light(
     prepared = prepare_for_training(model, trainable, batch_normalization, place)
     plan = plan_training(prepared, **settings)
     for message in plan.said:
-        logger.warning("%s", message)
+        say_note("%s", message)
     made = plan.write(recipe_of({**settings, "batch_normalization": batch_normalization}))
     if plan.unshaped:
         plan.differentiate(made)

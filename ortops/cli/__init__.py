@@ -16,7 +16,9 @@ from ortops.cli.standard_streams import (
     flush_streams,
     open_closed_descriptors,
     say,
+    shown_log,
 )
+from ortops.notes import notes_as_details
 
 __all__ = ["main"]
 
@@ -66,4 +68,6 @@ def _run(options: argparse.Namespace) -> int:
         raise
     module, name = options.run.split(".")
     run: Callable[..., int] = getattr(importlib.import_module(f"ortops.cli.{module}"), name)
-    return run(options)
+    notes = notes_as_details if getattr(options, "quiet", False) else contextlib.nullcontext
+    with shown_log(), notes():
+        return run(options)

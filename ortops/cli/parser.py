@@ -422,7 +422,7 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
     add("--plot", metavar="FILE", help="a .png file for a plot of the loss")
     add("--tensorboard", metavar="FOLDER", help="write TensorBoard events here")
     _add_force(group)
-    add("--quiet", action=argparse.BooleanOptionalAction, help="do not show progress")
+    add("--quiet", action=argparse.BooleanOptionalAction, help="show warnings only")
     add(
         "--config",
         metavar="FILE",
@@ -559,7 +559,7 @@ def _add_tune(command: _Command) -> None:
         help="save every N steps (default: after each epoch)",
     )
     add("--resume", action="store_true", help="resume an interrupted training")
-    add("--quiet", action="store_true", help="do not show progress")
+    add("--quiet", action="store_true", help="show warnings only")
 
 
 def _add_lora(command: _Command) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ __all__ = [
     "print_bytes",
     "print_text",
     "say",
+    "shown_log",
     "standard_input",
 ]
 
@@ -53,6 +55,26 @@ def say(sentence: str) -> None:
         print(_visible(sentence), file=sys.stderr, flush=True)
     except (OSError, ValueError):
         _leave(sys.stderr)
+
+
+class _Log(logging.Handler):
+    """Prints messages on standard error, as `say` does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+@contextlib.contextmanager
+def shown_log() -> Iterator[None]:
+    """Shows what ortops logs. A command that shows details lowers the level of the logger."""
+    logger, handler = logging.getLogger("ortops"), _Log()
+    level = logger.level
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def describe_error(error: Exception) -> str:

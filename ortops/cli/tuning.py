@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
-from ortops.cli.standard_streams import say
+from ortops.cli.standard_streams import print_text, say
 from ortops.cli.training import rate_of
 from ortops.errors import OrtopsError
 from ortops.llm import FineTuning
@@ -16,6 +17,8 @@ __all__ = ["tune"]
 
 def tune(options: argparse.Namespace) -> int:
     """Fine-tunes the language model of a folder."""
+    if not options.quiet:
+        logging.getLogger("ortops").setLevel(logging.INFO)
     save = options.save or f"{Path(options.folder).resolve().name}-tuned"
     folder, resumes = options.folder, options.resume and _is_tuned(save)
     if resumes:
@@ -57,7 +60,7 @@ def tune(options: argparse.Namespace) -> int:
         )
     if options.show:
         limit = options.max_length or 512
-        print(tuning.show(options.data, batch_size, limit, options.train_on))
+        print_text(tuning.show(options.data, batch_size, limit, options.train_on))
         return 0
     _fit(tuning, options, save, epochs, batch_size, resumes=resumes)
     say(f"wrote {save}")

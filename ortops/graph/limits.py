@@ -42,6 +42,11 @@ class Limits:
             of the variables that the graph sets is larger.
         initialization_memory: The total memory in bytes of an initialization graph, or eight times
             the size of its variables if that is more. Child processes are limited on Linux only.
+        text_seconds: The time limit in seconds for reading a tokenizer, encoding a text, or
+            rendering a chat, in addition to 1 s for each megabyte. They run in a child process,
+            which is terminated after that time. With ``math.inf``, they run in this process.
+        text_memory: The memory in bytes for that, in addition to a multiple of the size of the text
+            or file. Child processes are limited on Linux only.
         data_bytes: The memory in bytes for the arrays or tables of a data set that the command line
             reads; by default, the memory of the machine. Larger images are read batch by batch.
     """
@@ -55,6 +60,8 @@ class Limits:
     initialization_seconds: float = 60.0
     initialization_bytes: int = 2**30
     initialization_memory: int = 2**32
+    text_seconds: float = 5.0
+    text_memory: int = 2**29
     data_bytes: int = field(default_factory=_machine_memory)
 
 

@@ -73,6 +73,7 @@ class Batches:
         tokenizer: Returns the tokenizer.
         inputs: The inputs of a step.
         compares: Whether rows are pairs of a chosen and a rejected answer.
+        words: The size of the vocabulary, if it is known.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class Batches:
         inputs: Inputs,
         *,
         compares: bool,
+        words: int | None,
     ) -> None:
+        self._words, self._said = words, set[str]()
         self._folder, self._files, self._tokenizer = folder, files, tokenizer
         self._inputs, self._compares = inputs, compares
         self._has_encoder = files is not None and files.has_encoder
@@ -99,7 +102,9 @@ class Batches:
         longest = min(longest, self._folder.context_length or longest)
         choice("train_on", train_on, TRAIN_ON)
         if self._has_encoder:
-            return read_sequence_pairs(data, self._tokenizer, self._folder, longest)
+            return read_sequence_pairs(
+                data, self._tokenizer, self._folder, longest, self._words, self._said
+            )
         rows = list(rows_of(data))
         if any(is_preference(row) != self._compares for row in rows):
             raise FeedError(
@@ -108,9 +113,9 @@ class Batches:
                 else "data: for DPO, each row must have chosen and rejected"
             )
         if self._compares:
-            return read_pairs(rows, self._tokenizer, max_length=longest)
-        found = read_examples(rows, self._tokenizer, train_on=train_on, max_length=longest)
-        return [(example,) for example in found]
+            return read_pairs(rows, self._tokenizer, max_length=longest, words=self._words)
+        settings = (train_on, longest, self._words, self._said)
+        return [(each,) for each in read_examples(rows, self._tokenizer, *settings)]
 
     def split(
         self, units: Sequence[Any], share: float, seed: int
@@ -214,7 +219,8 @@ class Batches:
             found: npt.NDArray[Any] = session.predict(feeds, outputs=folder.logits)[0]
             return found
 
-        refuse_leaks(logits, logits(units[0][0]).shape[-1], self._pads_right())
+        words = self._words or logits(units[0][0]).shape[-1]
+        refuse_leaks(logits, words, self._pads_right())
         longest = min(max_length, folder.context_length or max_length)
         found = packed([example for (example,) in units], longest)
         logger.info("packed %d rows into %d", len(units), len(found))
@@ -233,16 +239,18 @@ class Batches:
         return "\n".join(lines)
 
     def _marked(self, example: Example) -> str:
-        """Returns tokens as text, with « and » around those that are trained."""
+        """Returns tokens as text, with « and » around what is trained, and nowhere else."""
         changes = np.flatnonzero(np.diff(example.trained)) + 1
         text = ""
         for part in np.split(np.arange(len(example.tokens)), changes):
-            tokens = example.tokens[part].tolist()
+            trained = bool(example.trained[part[0]])
+            tokens = (example.labels if trained else example.tokens)[part].tolist()
             if self._folder.has_tokenizer:
                 shown = self._tokenizer().text(tokens, special=True)
+                shown = shown.replace("«", "\\xab").replace("»", "\\xbb")
             else:
                 shown = " ".join(map(str, tokens)) + " "
-            text += f"«{shown}»" if example.trained[part[0]] else shown
+            text += f"«{shown}»" if trained else shown
         return text
 
     def _pads_right(self) -> str:

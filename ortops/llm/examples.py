@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -12,10 +13,10 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.errors import FeedError
+from ortops.errors import FeedError, OrtopsError
 from ortops.graph.files.json_text import read_json
 from ortops.graph.files.opening import open_regular
-from ortops.llm.tokenization import Message, Tokenizer
+from ortops.llm.tokenization import Message, RefusedTextError, Tokenizer
 from ortops.optional import optional_module
 
 __all__ = [
@@ -27,9 +28,12 @@ __all__ = [
     "answer",
     "batch_of",
     "chat",
+    "errors_of",
     "example_of",
+    "note",
     "read_examples",
     "rows_of",
+    "tokens_of",
 ]
 
 IGNORED = -100
@@ -43,7 +47,7 @@ Rows: TypeAlias = str | os.PathLike[str] | Iterable[Any]
 
 PADDING = ("right", "left")
 
-_FORMS = "messages, conversations, prompt and completion, text, or input_ids"
+_FORMS = "have messages, conversations, prompt and completion, text, or input_ids"
 
 _SPEAKERS = {"human": "user", "gpt": "assistant"} | {
     role: role for role in ("system", "user", "assistant", "tool")
@@ -59,17 +63,28 @@ class Example:
 
     Attributes:
         tokens: The tokens.
-        trained: Whether the loss counts each token.
+        labels: What is trained in the place of each token: the same token, another one, or
+            `IGNORED`.
         lengths: The lengths of the examples in a packed row; empty for one example.
     """
 
     tokens: Array
-    trained: npt.NDArray[np.bool_]
+    labels: Array
     lengths: tuple[int, ...] = ()
+
+    @property
+    def trained(self) -> npt.NDArray[np.bool_]:
+        """Whether the loss counts each token."""
+        return np.asarray(self.labels != IGNORED)
 
 
 def read_examples(
-    rows: Rows, tokenizer: Callable[[], Tokenizer], *, train_on: str, max_length: int
+    rows: Rows,
+    tokenizer: Callable[[], Tokenizer],
+    train_on: str,
+    max_length: int,
+    words: int | None = None,
+    said: set[str] | None = None,
 ) -> list[Example]:
     """Reads the rows of a data set; logs how many are truncated or left out.
 
@@ -78,28 +93,28 @@ def read_examples(
         tokenizer: Returns the tokenizer; not called for rows of tokens.
         train_on: Which tokens to train.
         max_length: The largest number of tokens of a row.
+        words: The size of the vocabulary, if it is known.
+        said: What was warned of, see `note`.
 
     Raises:
         FeedError: If a row has another form, or no row has a token to train.
     """
-    found, cut, left = list[Example](), 0, 0
+    found, cut, left, lost = list[Example](), 0, 0, list[int]()
     for number, row in enumerate(rows_of(rows), 1):
-        try:
-            tokens, trained = _tokenized(row, tokenizer, train_on)
-        except (KeyError, TypeError, ValueError) as error:
-            raise FeedError(
-                f"data: row {number} must have {_FORMS}, got {row!r:.80} ({error})"
-            ) from error
-        cut += len(tokens) > max_length
-        example = example_of(tokens[:max_length], trained[:max_length])
+        with errors_of(f"data: row {number}", row, _FORMS):
+            example, missing = _tokenized(row, tokenizer, train_on, words)
+        cut += len(example.tokens) > max_length
+        lost += [missing] if missing else []
+        example = Example(example.tokens[:max_length], example.labels[:max_length])
         if example.trained[1:].any():  # nothing predicts the first token
             found.append(example)
         else:
             left += 1
-    if cut:
-        logger.warning("%d rows were truncated to max_length=%d tokens", cut, max_length)
-    if left:
-        logger.warning("%d rows were left out, as they have no token to train", left)
+    said = set() if said is None else said
+    note(said, "%d rows were truncated to max_length=%d tokens", cut, max_length)
+    note(said, "%d rows were left out, as they have no token to train", left)
+    text = "%d rows have replies that the chat template changes: %d replies are not trained"
+    note(said, text, len(lost), sum(lost))
     if not found:
         raise FeedError(
             f"data: no row has a token to train with train_on='{train_on}' and "
@@ -108,9 +123,57 @@ def read_examples(
     return found
 
 
+def note(said: set[str], text: str, count: int, *more: int) -> None:
+    """Warns of rows, if there are any: once for each text, and later for those who want details."""
+    if count:
+        logger.log(logging.INFO if text in said else logging.WARNING, text, count, *more)
+        said.add(text)
+
+
+@contextlib.contextmanager
+def errors_of(
+    what: str, given: Any, forms: str, kind: type[OrtopsError] = FeedError
+) -> Iterator[None]:
+    """Raises an error of a kind for what is wrong in a row, or a prompt."""
+    try:
+        yield
+    except RefusedTextError as error:
+        raise kind(f"{what}: {error}; correct it") from error
+    except OrtopsError:  # of files
+        raise
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        raise kind(f"{what} must {forms}, got {given!r:.80} ({error})") from error
+
+
+def tokens_of(given: Any, words: int | None, *, labels: bool = False) -> list[int]:
+    """Returns tokens that a user gives.
+
+    Args:
+        given: A sequence or array of integers.
+        words: The size of the vocabulary, if it is known.
+        labels: Whether `IGNORED` is among them.
+
+    Raises:
+        TypeError: If they are no integers.
+        ValueError: If the vocabulary does not have one of them.
+    """
+    found = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(found, str | bytes | bytearray | Mapping | Set):
+        raise TypeError(f"tokens must be a list of integers, got {type(found).__name__}")
+    limit = words or 2**31
+    for token in found:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise TypeError(f"a token must be an integer, got {token!r:.40}")
+        if not (0 <= token < limit or (labels and token == IGNORED)):
+            what = f"a label must be {IGNORED} or" if labels else "a token must be"
+            raise ValueError(f"{what} an integer >= 0 and < {limit}, got {token}")
+    return [int(token) for token in found]
+
+
 def example_of(tokens: Sequence[int], trained: Sequence[bool]) -> Example:
-    """Returns a sequence of tokens, and whether the loss counts each of them."""
-    return Example(np.array(tokens, np.int64), np.array(trained, bool))
+    """Returns a sequence of tokens, of which the loss counts those that are trained."""
+    whole = np.array(tokens, np.int64)
+    return Example(whole, np.where(np.array(trained, bool), whole, IGNORED))
 
 
 def batch_of(examples: Sequence[Example], padding: str = "right") -> dict[str, Array]:
@@ -132,7 +195,7 @@ def batch_of(examples: Sequence[Example], padding: str = "right") -> dict[str, A
         positions[row, place] = np.concatenate([np.arange(length) for length in lengths])
         if padding == "right":
             positions[row, size:] = lengths[-1] - 1
-        labels[row, place] = np.where(example.trained, example.tokens, IGNORED)
+        labels[row, place] = example.labels
         if padding == "left":
             labels[row, place.start] = IGNORED  # padding does not predict it
     return {
@@ -199,22 +262,26 @@ def _parquet(file: Path) -> Iterator[Any]:
 
 
 def _tokenized(
-    row: Any, tokenizer: Callable[[], Tokenizer], train_on: str
-) -> tuple[list[int], list[bool]]:
+    row: Any, tokenizer: Callable[[], Tokenizer], train_on: str, words: int | None
+) -> tuple[Example, int]:
+    """Returns the tokens of a row, and the number of replies that are not trained."""
     if not isinstance(row, Mapping):
-        return _whole([int(token) for token in row])
+        return _whole(tokens_of(row, words)), 0
     if "input_ids" in row:
-        tokens = [int(token) for token in row["input_ids"]]
-        labels = row.get("labels", tokens)
-        return tokens, [label != IGNORED for _, label in zip(tokens, labels, strict=True)]
+        tokens = tokens_of(row["input_ids"], words)
+        labels = tokens_of(row.get("labels", tokens), words, labels=True)
+        if len(labels) != len(tokens):
+            raise ValueError(f"{len(tokens)} input_ids need as many labels, got {len(labels)}")
+        return Example(np.array(tokens, np.int64), np.array(labels, np.int64)), 0
     if "messages" in row:
         return chat(_turns(row["messages"]), tokenizer(), train_on)
     if "conversations" in row:
         return chat(_share_gpt(_turns(row["conversations"])), tokenizer(), train_on)
     if "completion" in row:
-        return answer(row["prompt"], row["completion"], tokenizer(), whole=train_on == "all")
+        whole = train_on == "all"
+        return answer(row["prompt"], row["completion"], tokenizer(), whole=whole), 0
     text = row["text"]
-    return _whole(tokenizer().tokens(text) + tokenizer().end)
+    return _whole(tokenizer().tokens(text) + tokenizer().end), 0
 
 
 def _turns(given: Any) -> Sequence[Any]:
@@ -233,36 +300,24 @@ def _share_gpt(turns: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     return [{"role": _SPEAKERS[turn["from"]], "content": turn["value"]} for turn in turns]
 
 
-def _whole(tokens: list[int]) -> tuple[list[int], list[bool]]:
-    return tokens, [True] * len(tokens)
+def _whole(tokens: list[int]) -> Example:
+    return example_of(tokens, [True] * len(tokens))
 
 
-def answer(
-    prompt: str, reply: str, tokenizer: Tokenizer, *, whole: bool = False
-) -> tuple[list[int], list[bool]]:
-    """Returns the tokens of a prompt and its answer, and which are those of the answer, or all."""
+def answer(prompt: str, reply: str, tokenizer: Tokenizer, *, whole: bool = False) -> Example:
+    """Returns a prompt and its answer, of which the answer is trained, or all."""
     before = tokenizer.tokens(prompt)
     after = tokenizer.tokens(reply, special=False) + tokenizer.end
-    return before + after, [whole] * len(before) + [True] * len(after)
+    return example_of(before + after, [whole] * len(before) + [True] * len(after))
 
 
-def chat(
-    messages: Sequence[Message], tokenizer: Tokenizer, train_on: str
-) -> tuple[list[int], list[bool]]:
-    """Returns the tokens of a chat, and which of them are those of replies."""
+def chat(messages: Sequence[Message], tokenizer: Tokenizer, train_on: str) -> tuple[Example, int]:
+    """Returns a chat, of which replies are trained, and the number of those that are not found."""
     if train_on == "all":
-        return _whole(tokenizer.spans(tokenizer.chat(messages))[0])
+        return _whole(tokenizer.tokens(tokenizer.chat(messages), special=False)), 0
     text, replies = tokenizer.replies(messages)
     count = sum(message["role"] == "assistant" for message in messages)
-    if len(replies) < count and train_on == "assistant":
-        logger.warning(
-            "the chat template changes earlier replies: %d of %d replies of a chat are not trained",
-            count - len(replies),
-            count,
-        )
-    tokens, spans = tokenizer.spans(text)
-    trained = [False] * len(tokens)
-    for start, stop in replies[-1:] if train_on == "completion" else replies:
-        for place, (first, end) in enumerate(spans):
-            trained[place] |= start <= first and end <= stop and end > first
-    return tokens, trained
+    missing = max(0, count - sum(start < stop for start, stop in replies))
+    if train_on == "completion":
+        replies, missing = replies[-1:], 0
+    return example_of(*tokenizer.tokens_in(text, replies)), missing

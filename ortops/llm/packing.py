@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import UnsupportedError
-from ortops.llm.examples import Example, example_of
+from ortops.llm.examples import IGNORED, Example, example_of
 
 __all__ = ["attention_mask", "packed", "refuse_leaks"]
 
@@ -44,12 +44,12 @@ def packed(examples: Sequence[Example], length: int) -> list[Example]:
 
 def _joined(examples: Sequence[Example]) -> Example:
     """Returns one row of examples. Nothing predicts the first token of each."""
-    trained = [example.trained.copy() for example in examples]
-    for each in trained:
-        each[0] = False
+    labels = [example.labels.copy() for example in examples]
+    for each in labels:
+        each[0] = IGNORED
     tokens = np.concatenate([example.tokens for example in examples])
     lengths = tuple(len(example.tokens) for example in examples)
-    return Example(tokens, np.concatenate(trained), lengths)
+    return Example(tokens, np.concatenate(labels), lengths)
 
 
 def refuse_leaks(logits: Logits, words: int, node: str) -> None:

@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ortops.errors import FeedError
-from ortops.llm.examples import Example, Rows, answer, chat, example_of, rows_of
+from ortops.llm.examples import (
+    Example,
+    Rows,
+    answer,
+    chat,
+    errors_of,
+    example_of,
+    rows_of,
+    tokens_of,
+)
 from ortops.llm.tokenization import Tokenizer
 
 __all__ = ["ANSWERS", "Pair", "is_preference", "read_pairs"]
@@ -22,7 +31,9 @@ def is_preference(row: Any) -> bool:
     return isinstance(row, Mapping) and set(ANSWERS) <= set(row)
 
 
-def read_pairs(rows: Rows, tokenizer: Callable[[], Tokenizer], *, max_length: int) -> list[Pair]:
+def read_pairs(
+    rows: Rows, tokenizer: Callable[[], Tokenizer], *, max_length: int, words: int | None = None
+) -> list[Pair]:
     """Reads the rows of a data set.
 
     Args:
@@ -30,19 +41,15 @@ def read_pairs(rows: Rows, tokenizer: Callable[[], Tokenizer], *, max_length: in
             ``prompt``, the answers are whole chats, which end with the reply.
         tokenizer: Returns the tokenizer; not called for rows of tokens.
         max_length: The largest number of tokens of a prompt with its answer.
+        words: The size of the vocabulary, if it is known.
 
     Raises:
         FeedError: If a row has another form, or is longer than ``max_length``.
     """
     found = []
     for number, row in enumerate(rows_of(rows), 1):
-        try:
-            pair = tuple(_answer(row, name, tokenizer) for name in ANSWERS)
-        except (KeyError, TypeError, ValueError) as error:
-            raise FeedError(
-                f"data: row {number} must have prompt, chosen and rejected, got {row!r:.80} "
-                f"({error})"
-            ) from error
+        with errors_of(f"data: row {number}", row, "have prompt, chosen and rejected"):
+            pair = tuple(_answer(row, name, tokenizer, words) for name in ANSWERS)
         length = max(len(each.tokens) for each in pair)
         if length > max_length:  # a truncated answer would lose what makes it better or worse
             raise FeedError(
@@ -57,15 +64,17 @@ def read_pairs(rows: Rows, tokenizer: Callable[[], Tokenizer], *, max_length: in
     return found
 
 
-def _answer(row: Mapping[str, Any], name: str, tokenizer: Callable[[], Tokenizer]) -> Example:
+def _answer(
+    row: Mapping[str, Any], name: str, tokenizer: Callable[[], Tokenizer], words: int | None
+) -> Example:
     """Returns an answer with its prompt, of which only the answer is trained."""
     prompt, reply = row.get("prompt", []), row[name]
     if isinstance(reply, str):
-        return example_of(*answer(row["prompt"], reply, tokenizer()))
+        return answer(row["prompt"], reply, tokenizer())
     if _is_chat(reply):
         messages = [*(prompt if _is_chat(prompt) else _said(prompt)), *reply]
-        return example_of(*chat(messages, tokenizer(), "completion"))
-    tokens = [*map(int, prompt), *map(int, reply)]
+        return chat(messages, tokenizer(), "completion")[0]
+    tokens = [*tokens_of(prompt, words), *tokens_of(reply, words)]
     return example_of(tokens, [place >= len(prompt) for place in range(len(tokens))])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import ArgumentError, FeedError, ModelError
-from ortops.llm.examples import IGNORED, Rows, rows_of
+from ortops.llm.examples import IGNORED, Rows, errors_of, note, rows_of, tokens_of
 from ortops.llm.folder import Folder
 from ortops.llm.tokenization import Tokenizer
 
@@ -27,9 +26,7 @@ __all__ = [
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_FORMS = "prompt and completion, input_ids and labels, or input_features and text or labels"
-
-logger = logging.getLogger("ortops")
+_FORMS = "have prompt and completion, input_ids and labels, or input_features and text or labels"
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,12 @@ def start_token(folder: Folder) -> int:
 
 
 def read_sequence_pairs(
-    rows: Rows, tokenizer: Callable[[], Tokenizer], folder: Folder, max_length: int
+    rows: Rows,
+    tokenizer: Callable[[], Tokenizer],
+    folder: Folder,
+    max_length: int,
+    words: int | None = None,
+    said: set[str] | None = None,
 ) -> list[Pair]:
     """Reads the rows of a data set; logs how many are truncated.
 
@@ -71,6 +73,8 @@ def read_sequence_pairs(
         tokenizer: Returns the tokenizer; not called for rows without text.
         folder: The folder.
         max_length: The largest number of tokens of an input or output.
+        words: The size of the vocabulary, if it is known.
+        said: What was warned of, see `ortops.llm.examples.note`.
 
     Raises:
         FeedError: If a row has another form.
@@ -79,43 +83,40 @@ def read_sequence_pairs(
     limit = folder.config.get("max_target_positions")
     longest = min(max_length, limit) if isinstance(limit, int) else max_length
     for number, row in enumerate(rows_of(rows), 1):
-        try:
-            source, labels = _pair(row, tokenizer, folder)
-            given = row.get("decoder_prefix", ())
-            prefix = prefix_of(given, tokenizer, folder)
-        except (KeyError, TypeError, ValueError) as error:
-            raise FeedError(
-                f"data: row {number} must have {_FORMS}, got {row!r:.80} ({error})"
-            ) from error
+        with errors_of(f"data: row {number}", row, _FORMS):
+            source, labels = _pair(row, tokenizer, folder, words)
+            prefix = prefix_of(row.get("decoder_prefix", ()), tokenizer, folder, words)
         is_long = source.ndim == 1 and len(source) > max_length
         rest = max(0, longest - len(prefix))
         cut += is_long or len(labels) > rest
         found.append(Pair(source[:max_length] if is_long else source, labels[:rest], prefix))
         if not len(source) or not (found[-1].labels != IGNORED).any():
             raise FeedError(f"data: row {number} has no token to train; leave it out")
-    if cut:
-        logger.warning("%d rows were truncated to max_length=%d tokens", cut, longest)
+    said = set() if said is None else said
+    note(said, "%d rows were truncated to max_length=%d tokens", cut, longest)
     if not found:
         raise FeedError("data: there are no rows")
     return found
 
 
 def _pair(
-    row: Any, tokenizer: Callable[[], Tokenizer], folder: Folder
+    row: Any, tokenizer: Callable[[], Tokenizer], folder: Folder, words: int | None
 ) -> tuple[Array, npt.NDArray[np.int64]]:
     if not isinstance(row, Mapping):
         raise TypeError("not a dict")
     source: Array
     if "input_features" in row:
-        source = np.asarray(row["input_features"], np.float32)
-        if source.ndim != 2:
-            raise ValueError(f"input_features must be [bins, frames], got {list(source.shape)}")
+        source = np.asarray(row["input_features"])
+        if source.ndim != 2 or source.dtype.kind not in "iuf":
+            what = f"{source.dtype} of shape {list(source.shape)}"
+            raise ValueError(f"input_features must be numbers [bins, frames], got {what}")
+        source = source.astype(np.float32)
     elif "input_ids" in row:
-        source = np.array([int(token) for token in row["input_ids"]], np.int64)
+        source = np.array(tokens_of(row["input_ids"], words), np.int64)
     else:
         source = np.array(tokenizer().tokens(row["prompt"]), np.int64)
     if "labels" in row:
-        return source, np.array([int(token) for token in row["labels"]], np.int64)
+        return source, np.array(tokens_of(row["labels"], words, labels=True), np.int64)
     text = row["completion"] if "completion" in row else row["text"]
     tokens = tokenizer().tokens(text, special="decoder_prefix" not in row)
     if tokens[:1] == [start_token(folder)]:  # the decoder's inputs begin with it
@@ -125,13 +126,16 @@ def _pair(
 
 
 def prefix_of(
-    given: str | Sequence[int], tokenizer: Callable[[], Tokenizer], folder: Folder
+    given: str | Sequence[int],
+    tokenizer: Callable[[], Tokenizer],
+    folder: Folder,
+    words: int | None = None,
 ) -> tuple[int, ...]:
     """Returns the tokens that a decoder is given, without the one that it starts with."""
     if isinstance(given, str):
         tokens = tokenizer().tokens(given, special=False)
     else:
-        tokens = [int(token) for token in given]
+        tokens = tokens_of(given, words)
     is_whole = bool(tokens) and tokens[0] == start_token(folder)
     return tuple(tokens[is_whole:])
 
@@ -193,7 +197,8 @@ def source_of(prompt: Any, tokenizer: Callable[[], Tokenizer]) -> Array:
         ArgumentError: If it has another form.
     """
     source = np.asarray(tokenizer().tokens(prompt) if isinstance(prompt, str) else prompt)
-    if source.ndim not in (1, 2) or not source.size or source.dtype.kind not in "iuf":
+    kinds = {1: "iu", 2: "iuf"}.get(source.ndim, "")
+    if not source.size or source.dtype.kind not in kinds:
         raise ArgumentError(
             f"prompt must be a text, tokens, or features [bins, frames], got {prompt!r:.80}"
         )

@@ -16,7 +16,7 @@ from ortops.graph.convert import to_ir
 from ortops.graph.files.external import move_out, serialize
 from ortops.inference import lend
 from ortops.llm.decoding import continued
-from ortops.llm.examples import Example
+from ortops.llm.examples import Example, errors_of
 from ortops.llm.folder import Folder, refuse_norms, sliding_windows
 from ortops.llm.generation import Sampling, generate
 from ortops.llm.sequence_pairs import prefix_of, source_feeds, source_of, start_token
@@ -62,21 +62,22 @@ class Server:
         Returns:
             The tokens to continue, the encoder's input, and whether the continuation is a text.
         """
-        if has_encoder:
-            source = source_of(prompt, tokenizer)
-            first = prefix_of(decoder_prefix, tokenizer, self._folder)
-            return [start_token(self._folder), *first], source, isinstance(prompt, str)
-        if decoder_prefix:
-            raise ArgumentError(
-                f"decoder_prefix needs a model with an encoder, got {decoder_prefix!r:.80}; "
-                "append it to the prompt"
-            )
-        if isinstance(prompt, str):
-            return tokenizer().tokens(prompt), None, True
-        if len(prompt) and isinstance(prompt[0], Mapping):
-            text = tokenizer().chat(prompt, begin_reply=True)
-            return tokenizer().tokens(text, special=False), None, True
-        return [whole_number("prompt: a token", token, 0) for token in prompt], None, False
+        with errors_of("prompt", prompt, "be a text, a chat, or tokens", ArgumentError):
+            if has_encoder:
+                source = source_of(prompt, tokenizer)
+                first = prefix_of(decoder_prefix, tokenizer, self._folder)
+                return [start_token(self._folder), *first], source, isinstance(prompt, str)
+            if decoder_prefix:
+                raise ArgumentError(
+                    f"decoder_prefix needs a model with an encoder, got {decoder_prefix!r:.80}; "
+                    "append it to the prompt"
+                )
+            if isinstance(prompt, str):
+                return tokenizer().tokens(prompt), None, True
+            if len(prompt) and isinstance(prompt[0], Mapping):
+                text = tokenizer().chat(prompt, begin_reply=True)
+                return tokenizer().tokens(text, special=False), None, True
+            return [whole_number("prompt: a token", token, 0) for token in prompt], None, False
 
     def continued(
         self,
@@ -125,7 +126,7 @@ class Server:
         end = int(np.flatnonzero(trained)[-1]) + 1
         start = max(1, *(np.flatnonzero(~trained[:end]) + 1), 0)  # a prompt has at least one token
         found = self.continued(tokens[:start], end - start, set(), Sampling())
-        return bool(found == tokens[start:end])
+        return bool(found == example.labels[start:end].tolist())
 
     def _refuse_unknown(self, tokens: Sequence[int]) -> None:
         """Rejects tokens that the vocabulary does not have."""

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib
 import json
+import math
+import os
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from typing import Any, ClassVar, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from ortops.errors import ModelError, OrtopsError
-from ortops.graph.files.opening import read_regular
+from ortops.graph.files.opening import open_regular, read_regular
 from ortops.graph.limits import LIMITS
+from ortops.llm import rendering
 from ortops.llm.folder import Folder
+from ortops.trainable.child_process import Child, ChildError
 
-__all__ = ["Message", "Tokenizer"]
+__all__ = ["Message", "RefusedTextError", "Tokenizer"]
 
 Message: TypeAlias = Mapping[str, Any]
 """A message of a chat, with ``role`` and ``content``."""
 
+_LIMITS = ("text_seconds", "text_memory")
+_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
-_BEGIN, _END = "\ue000\ue001", "\ue001\ue000"
-"""Marks around what a template generates: characters for private use, which texts do not have."""
 
-_REASONING = "</think>"
-"""The end of reasoning, which some templates remove from earlier replies."""
+class RefusedTextError(ValueError):
+    """A text that is no Unicode, or a chat that the template refuses."""
 
 
 class Tokenizer:
     """The tokenizer and the chat template of a folder.
+
+    Both run in a child process, as a file can make them abort their process, or need any time and
+    memory.
 
     Args:
         folder: The folder, with tokenizer.json, and the template in chat_template.jinja or
@@ -41,21 +46,14 @@ class Tokenizer:
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._template: Any = None
-        file = folder.path / "tokenizer.json"
-        if not file.is_file():
+        self._child: Child | rendering.Texts | None = None
+        self._source: str | None = None
+        self._file = self._template = folder.path / "tokenizer.json"
+        if not self._file.is_file():
             raise ModelError(
                 f"folder '{folder.path}': tokenizer.json is missing; add it, or give token ids"
             )
-        try:
-            content = read_regular(file, remedy="give a tokenizer")
-            self._tokenizer = _optional("tokenizers").Tokenizer.from_buffer(content)
-        except OrtopsError:
-            raise
-        except Exception as error:  # tokenizers raises nothing more particular
-            raise ModelError(f"file '{file}': not a tokenizer: {error}; correct it") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._open()
 
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the tokens of a text.
@@ -64,13 +62,14 @@ class Tokenizer:
             text: The text.
             special: Whether to add the tokens that the tokenizer adds around a text.
         """
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
-        return found
+        return list(self._ask("tokens", _text(text), special, [])[0])
 
-    def spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the tokens of a text, and the characters that each of them covers."""
-        found = self._tokenizer.encode(text, add_special_tokens=False)
-        return found.ids, found.offsets
+    def tokens_in(
+        self, text: str, places: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[bool]]:
+        """Returns the tokens of a text, and whether each is within places: its characters are."""
+        tokens, are_in = self._ask("tokens", text, False, places)
+        return tokens, are_in or [False] * len(tokens)
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Returns the text of tokens.
@@ -79,15 +78,12 @@ class Tokenizer:
             tokens: The tokens.
             special: Whether to include special tokens.
         """
-        found: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
-        return found
+        return str(self._ask("text", list(tokens), special))
 
     @property
     def end(self) -> list[int]:
         """The token that ends a text, in a list that is empty if there is none."""
-        name = self._token("eos_token")
-        found = self._tokenizer.token_to_id(name) if name else None
-        return [found] if found is not None else list(self._folder.end[:1])
+        return list(self._folder.end[:1]) if self._end is None else [self._end]
 
     def replies(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of a chat, and the characters of each reply of the assistant.
@@ -99,33 +95,8 @@ class Tokenizer:
         Raises:
             ModelError: See `chat`.
         """
-        marked = self._rendered(messages)
-        text = marked.replace(_BEGIN, "").replace(_END, "")
-        if _BEGIN in marked:
-            parts = marked.replace(_END, _BEGIN).split(_BEGIN)  # outside, inside, outside, …
-            ends = list(accumulate(map(len, parts)))
-            return text, list(zip(ends[:-1:2], ends[1::2], strict=False))
-        found = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self.chat(messages[:number], begin_reply=True)
-                after = self.chat(messages[: number + 1])
-                if not text.startswith(before):
-                    continue
-                if text.startswith(after):
-                    found.append((len(before), len(after)))
-                elif end := self._end_of(str(message["content"]), text, len(before)):
-                    found.append((len(before), end))
+        text, found = self._ask("replies", self._read_template(), _messages(messages))
         return text, found
-
-    def _end_of(self, content: str, text: str, start: int) -> int:
-        """Returns where a reply ends whose reasoning was removed; 0 if it is not found."""
-        visible = content.rpartition(_REASONING)[2].strip()
-        if not visible or not text[start:].lstrip().startswith(visible):
-            return 0
-        end = text.index(visible, start) + len(visible)
-        last = self._token("eos_token")
-        return end + len(last) if last and text.startswith(last, end) else end
 
     def chat(self, messages: Sequence[Message], *, begin_reply: bool = False) -> str:
         """Returns the text of a chat.
@@ -135,27 +106,67 @@ class Tokenizer:
             begin_reply: Whether to add what precedes a reply of the assistant.
 
         Raises:
-            ModelError: If the folder has no template, or the template rejects the messages.
+            ModelError: If the folder has no template, or it is wrong.
+            RefusedTextError: If the template rejects the messages.
             OrtopsError: If the package jinja2 is not installed.
         """
-        found = self._rendered(messages, begin_reply=begin_reply)
-        return found.replace(_BEGIN, "").replace(_END, "")
+        return str(self._ask("chat", self._read_template(), _messages(messages), begin_reply))
 
-    def _rendered(self, messages: Sequence[Message], *, begin_reply: bool = False) -> str:
-        """Returns the text of a chat, with marks around what the template generates."""
-        if self._template is None:
-            self._template = self._read_template()
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    def _open(self) -> None:
+        """Starts the process of the tokenizer, or reads it in this one if files are trusted."""
+        if math.isinf(LIMITS.text_seconds):
+            self._child = rendering.Texts()
+        else:
+            what = f"folder '{self._folder.path}': its tokenizer"
+            self._child = Child(Path(rendering.__file__), what, _LIMITS)
+        names = {name: self._token(name) for name in _NAMES}
+        with open_regular(
+            self._file, error=ModelError, what="file", remedy="give a tokenizer"
+        ) as stream:
+            size = os.fstat(stream.fileno()).st_size
+        self._end: int | None = self._sent("open", str(self._file), names, size=size, factor=32)
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        if self._child is None or self._child.owner != os.getpid():  # ended, or a fork's parent's
+            self._open()
+        return self._sent(name, *arguments)
+
+    def _sent(self, name: str, *arguments: Any, size: int = 0, factor: int = 512) -> Any:
+        """Calls a method of `rendering.Texts`.
+
+        Args:
+            name: Its name.
+            arguments: Its arguments.
+            size: The size in bytes of a file that it reads.
+            factor: The memory for each byte of file or arguments.
+        """
+        given = json.dumps([name, *arguments], ensure_ascii=False, default=_plain)
+        body = given.encode("utf-8", "surrogatepass")
+        is_chat = name in ("chat", "replies")
+        rounds = len(arguments[1]) + 1 if is_chat else 1
+        size += len(body) - (len(arguments[0]) if is_chat else 0)
+        file = self._template if is_chat else self._file
+        part = "its chat template" if is_chat else "its tokenizer"
         try:
-            found: str = self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=begin_reply,
-                **{name: self._token(name) for name in names},
-            )
-        except Exception as error:  # a template can raise anything
-            raise ModelError(
-                f"chat template: {error}; correct the messages or the template"
-            ) from error
+            if isinstance(self._child, rendering.Texts):
+                blamed, found = self._child.answer(body)
+            else:
+                assert self._child is not None
+                seconds = LIMITS.text_seconds + size * rounds / 1e6
+                memory = LIMITS.text_memory + size * factor
+                (blamed, found), _ = self._child.ask(None, body, seconds, memory)
+        except BaseException as error:
+            self._child = None
+            if isinstance(error, ChildError):
+                raise ModelError(f"file '{file}': {part} {error}") from error
+            raise
+        if blamed == "data":
+            raise RefusedTextError(found)
+        if blamed == "package":
+            raise OrtopsError(f"ortops.llm: {found}; pip install ortops[llm]")
+        if blamed:
+            part = "not a tokenizer" if name == "open" else part
+            raise ModelError(f"file '{file}': {part}: {found}; correct it")
         return found
 
     def _token(self, name: str) -> str:
@@ -163,66 +174,44 @@ class Tokenizer:
         found = found.get("content") if isinstance(found, Mapping) else found
         return found if isinstance(found, str) else ""
 
-    def _read_template(self) -> Any:
-        file = self._folder.path / "chat_template.jinja"
+    def _read_template(self) -> str:
+        """Returns the chat template."""
+        if self._source is not None:
+            return self._source
+        self._template = self._folder.path / "tokenizer_config.json"
         found = self._folder.tokenizer_config.get("chat_template")
+        file = self._folder.path / "chat_template.jinja"
         if file.is_file():
+            self._template = file
             try:
                 found = read_regular(file, most=LIMITS.metadata_bytes).decode()
             except UnicodeDecodeError as error:
-                raise ModelError(f"file '{file}': {error}; save it as UTF-8") from error
+                raise ModelError(f"file '{file}': not UTF-8: {error}; correct it") from error
         elif isinstance(found, list):  # several, by name
-            found = {each["name"]: each["template"] for each in found}.get("default")
+            named = {e.get("name"): e.get("template") for e in found if isinstance(e, Mapping)}
+            found = named.get("default")
         if not isinstance(found, str):
             raise ModelError(
                 f"folder '{self._folder.path}': it has no chat template; add chat_template.jinja, "
                 "or give rows with prompt and completion instead of messages"
             )
-        sandbox = _optional("jinja2.sandbox").ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _generation()],
-        )
-        sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        sandbox.globals["raise_exception"] = _refuse
-        sandbox.filters["tojson"] = _dump
-        try:
-            return sandbox.from_string(found)
-        except Exception as error:  # of any of jinja2's kinds
-            raise ModelError(f"chat template: {error}; correct it") from error
+        self._source = found
+        return found
 
 
-def _generation() -> Any:
-    """Returns the extension of jinja2 for ``{% generation %}``, as in Hugging Face's templates."""
-    extension, nodes = _optional("jinja2.ext"), _optional("jinja2.nodes")
-
-    class Generation(extension.Extension):  # type: ignore[misc, name-defined]
-        """Puts marks around the text of the block."""
-
-        tags: ClassVar = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
-            return [each.set_lineno(line) for each in (begin, *body, end)]
-
-    return Generation
+def _text(given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"a text must be a str, got {type(given).__name__}")
+    return given
 
 
-def _refuse(message: str) -> None:
-    raise ValueError(message)
+def _messages(given: Sequence[Any]) -> list[Message]:
+    for each in given:
+        if not isinstance(each, Mapping) or not isinstance(each.get("role"), str):
+            raise TypeError(f"a message must have role and content, got {each!r:.80}")
+    return [dict(each) for each in given]
 
 
-def _dump(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _optional(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise OrtopsError(
-            f"ortops.llm: the package {package} is not installed; pip install ortops[llm]"
-        ) from error
+def _plain(value: Any) -> Any:
+    """Returns arrays as lists, and what JSON cannot express as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -45,6 +45,7 @@ from ortops.lora.peft import with_peft
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
 from ortops.losses.preference import REWARD_MARGIN
 from ortops.metrics.metric import Array, Mean, StreamingMetric
+from ortops.notes import notes_as_details
 from ortops.optimizers import Adam
 from ortops.passes.rematerialization import Checkpoint
 from ortops.schedules import Schedule
@@ -139,9 +140,10 @@ class FineTuning:
         folder = open_folder(folder_or_file)
         files = several_files(folder)
         settings = (rslora, rank_pattern, alpha_pattern, dropout, seed)
-        model = _adapted(folder, files, rank, alpha, targets, adapter, settings)
-        refuse_experts(model.proto)
-        trainable = _trainable(model, folder, learning_rate, loss, files)
+        with notes_as_details():
+            model = _adapted(folder, files, rank, alpha, targets, adapter, settings)
+            refuse_experts(model.proto)
+            trainable = _trainable(model, folder, learning_rate, loss, files)
         self._start(folder, trainable, files=files, recompute=recompute, providers=providers)
         if adapter is not None:  # without an active adapter, the saved model is the base
             self._writer.initial = {n: np.zeros_like(a) for n, a in self._writer.initial.items()}
@@ -168,7 +170,9 @@ class FineTuning:
         )
         self._server = Server(self.session, folder, files, names)
         self._batches = Batches(
-            *(folder, files, lambda: self.tokenizer, self.session.inputs), compares=self._compares
+            *(folder, files, lambda: self.tokenizer, self.session.inputs),
+            compares=self._compares,
+            words=_words(model, folder),
         )
 
     @property
@@ -218,8 +222,9 @@ class FineTuning:
                   (``human``, ``gpt`` or ``system``) and ``value``;
                 - ``prompt`` and ``completion``: two texts;
                 - ``text``: a text;
-                - ``input_ids``: tokens, and optionally ``labels``, which are the same tokens, or
-                  -100 for those that the loss ignores.
+                - ``input_ids``: tokens, and optionally ``labels``, as in transformers: as many,
+                  not shifted, each of them a token that is trained in the place of that in
+                  ``input_ids`` (usually the same), or -100 for one that the loss ignores.
 
                 For a model with an encoder, a row has ``prompt`` (for the encoder) and
                 ``completion`` (for the decoder), or ``input_ids`` and ``labels``, or
@@ -509,7 +514,8 @@ class FineTuning:
         """
         opened = open_folder(folder)
         files = several_files(opened)
-        trainable, initial = _saved(opened, files)
+        with notes_as_details():
+            trainable, initial = _saved(opened, files)
         result = cls.__new__(cls)
         result._start(
             opened, trainable, initial, files=files, recompute=recompute, providers=providers
@@ -647,6 +653,14 @@ def _saved_training(file: Path) -> LightModel:
             "adapter is merged into the files of the model; begin with ortops.llm.FineTuning"
         )
     return load_light(file)
+
+
+def _words(model: LightModel, folder: Folder) -> int | None:
+    """Returns the size of the vocabulary; None if it is not known."""
+    outputs = [v for v in model.proto.graph.output if v.name == folder.logits]
+    dims = [int(d.dim_value) for v in outputs for d in v.type.tensor_type.shape.dim[-1:]]
+    known = folder.genai.get("vocab_size", folder.config.get("vocab_size"))
+    return max(dims, default=0) or (known if type(known) is int and known > 0 else None)
 
 
 def _adapter_names(model: LightModel) -> list[str]:

@@ -28,6 +28,7 @@ from ortops.lora.fingerprints import fingerprint
 from ortops.lora.model import WITHOUT_TRAINING, Array
 from ortops.lora.patterns import Patterns
 from ortops.lora.targets import Target, chosen
+from ortops.notes import say_note
 from ortops.surgery.reading import refuse_training
 
 __all__ = ["Base", "Layer", "adapted", "add", "attach", "read_base"]
@@ -316,7 +317,7 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> ir.Model:
     work.metadata_props[METADATA_KEY] = described.dumps()
     work.ir_version = max(work.ir_version, _INITIALIZERS_MAY_BE_INPUTS_OR_NOT)
     count = sum(layer.a.size + layer.b.size for layer in layers)
-    logger.warning("added an adapter of %s: %s trainable parameters", described, f"{count:,}")
+    say_note("added an adapter of %s: %s trainable parameters", described, f"{count:,}")
     return work
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +14,11 @@ from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_m
 from ortops.graph.edit import all_nodes, describe
 from ortops.graph.layer_names import plain, standard
 from ortops.lora.fused import part_columns
+from ortops.notes import say_note
 
 __all__ = ["Target", "chosen", "dynamic_product", "parts", "steps_to_weight", "targets"]
 
 _MICROSOFT = "com.microsoft"
-
-logger = logging.getLogger("ortops")
 
 _ALL_LINEAR = "all-linear"
 
@@ -254,7 +252,7 @@ def _output_modules(work: ir.Model, everything: Sequence[Target]) -> set[str]:
 
 def _log_refused(reasons: Sequence[str]) -> None:
     if reasons:
-        logger.warning("%d layers get no adapter, such as %s", len(reasons), reasons[0])
+        say_note("%d layers get no adapter, such as %s", len(reasons), reasons[0])
 
 
 def steps_to_weight(value: ir.Value | None) -> tuple[ir.Value, list[ir.Node]] | None:

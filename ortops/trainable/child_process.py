@@ -1,4 +1,4 @@
-"""Runs a model from an untrusted file in a child process, with limits of time and memory.
+"""Runs what comes from untrusted files in a child process, with limits of time and memory.
 
 onnxruntime cannot interrupt an operator, and Python cannot limit its memory. A process can be
 killed, and most systems can limit its memory.
@@ -6,65 +6,129 @@ killed, and most systems can limit its memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ortops.errors import ModelError, UnsupportedError
 from ortops.numbers import Array
+from ortops.trainable import limited
 
-__all__ = ["run_in_child"]
+__all__ = ["Child", "ChildError", "run_in_child"]
 
 
 _OUT_OF_MEMORY = ("MemoryError", "bad_alloc", "bad allocation", "Failed to allocate memory")
 """Messages of Python, C++ and onnxruntime for a lack of memory."""
 
-_CHILD = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-import numpy as np, onnxruntime
+_RUN_MODEL = Path(__file__).with_name("model_run.py")
 
-output = sys.stdout.buffer
 
-def limit_memory(size):
-    try:
-        import resource
-        with open("/proc/self/statm") as file:
-            present = int(file.read().split()[0]) * resource.getpagesize()
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        wanted = present + size if hard < 0 else min(present + size, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-    except (ImportError, OSError, ValueError):  # the system has no such limit
-        pass
+class ChildError(Exception):
+    """A child process did not answer. The message says why, behind the name of what failed."""
 
-output.write(b"ready\\n")
-output.flush()
-names, memory = json.loads(sys.stdin.buffer.readline())
-model = sys.stdin.buffer.read()
-limit_memory(memory)
-arrays, problem = [], ""
-try:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    for name, value in zip(names, session.run(names, {})):
-        if not isinstance(value, np.ndarray) or value.dtype.hasobject:
-            raise TypeError(f"output '{name}' must be a tensor of numbers")
-        arrays.append(np.ascontiguousarray(value).reshape(value.shape))
-except BaseException as error:
-    arrays, problem = [], str(error).strip() or type(error).__name__
-shown = [(array.dtype.str, array.shape) for array in arrays]
-output.write(json.dumps([problem, shown]).encode() + b"\\n")
-for array in arrays:
-    output.write(array.data.cast("B") if array.size else b"")
-output.flush()
-"""
+
+class Child:
+    """A child process, which answers requests one after another.
+
+    Its memory is limited on systems that can, such as Linux.
+
+    Args:
+        program: A module that imports nothing of the package, with a function ``answer``, which
+            gets a request and bytes, and returns an answer and buffers.
+        what: What runs in it, named in messages.
+        limits: The names of the limits of time and memory in `ortops.graph.limits`.
+
+    Raises:
+        UnsupportedError: If it cannot be started.
+    """
+
+    def __init__(self, program: Path, what: str, limits: tuple[str, str]) -> None:
+        self._limits = tuple(f"ortops.graph.limits.LIMITS.{name}" for name in limits)
+        remedy = f"if you trust the file, set {self._limits[0]} to math.inf, to do without"
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise UnsupportedError(
+                f"{what} runs in a child process, which needs a Python interpreter, and this "
+                f"program has none; {remedy}"
+            )
+        # Each arena of glibc reserves addresses. A session of its own gets no Ctrl-C.
+        environment = {"MALLOC_ARENA_MAX": "2", "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, "-P", limited.__file__, json.dumps(sys.path), str(program)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UnsupportedError(
+                f"{what} runs in a child process, which cannot be started: {error}; {remedy}"
+            ) from error
+        self.owner = os.getpid()
+        self.close = weakref.finalize(self, _end, self._process, self.owner)
+        assert self._process.stdout is not None  # it takes a while until Python has started
+        if self._process.stdout.readline() != limited.READY:
+            self.close()
+            raise UnsupportedError(
+                f"{what} runs in a child process, which '{sys.executable}' does not start; {remedy}"
+            )
+
+    def ask(self, request: Any, body: bytes, seconds: float, memory: int) -> tuple[Any, bytes]:
+        """Returns an answer and its buffers as one.
+
+        Args:
+            request: What JSON can express.
+            body: Further data.
+            seconds: The time limit; the process kills itself after it.
+            memory: How many bytes it may allocate.
+
+        Raises:
+            ChildError: If the program fails, or exceeds a limit. The process has then ended.
+        """
+        head = json.dumps([request, len(body), min(seconds, 1e6), memory]).encode()
+        source: Any = self._process.stdout
+        sink: Any = self._process.stdin
+        done = False
+        try:
+            sink.write(head + b"\n" + body)
+            sink.flush()
+            problem, found, sizes = json.loads(source.readline())
+            rest = source.read(sum(sizes))
+            done = not problem
+        except (OSError, ValueError):
+            status = self._process.wait()
+            problem = "" if status == 1 else f"its process ended with status {status}"
+        finally:  # also after a Ctrl-C, or the next answer would be this one
+            if not done:
+                self.close()
+        if done:
+            return found, rest
+        if not problem:
+            what = f"did not end within {seconds:.3g} s; correct it, or allow more time"
+            raise ChildError(f"{what} ({self._limits[0]})")
+        if any(sign in problem for sign in _OUT_OF_MEMORY):
+            what = f"needs more than {memory:,} bytes of memory; correct it, or allow more"
+            raise ChildError(f"{what} ({self._limits[1]})")
+        more = f", as if it needed more than {memory:,} bytes" if "status" in problem else ""
+        raise ChildError(f"failed: {problem}{more}; correct it")
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """Ends a child process; does nothing in another process than that which started it."""
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError), process:
+            process.kill()
 
 
 def run_in_child(
@@ -86,61 +150,14 @@ def run_in_child(
         ModelError: If the model fails, or exceeds a limit.
         UnsupportedError: If no child process can be started.
     """
-    if not sys.executable or getattr(sys, "frozen", False):
-        raise UnsupportedError(
-            f"{what} runs in a child process, which needs a Python interpreter, and this program "
-            "has none; if you trust the file, run it in this process by setting "
-            "ortops.graph.limits.LIMITS.initialization_seconds to math.inf"
-        )
-    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path)]
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "2"}  # each arena of glibc reserves addresses
+    child = Child(_RUN_MODEL, what, ("initialization_seconds", "initialization_memory"))
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-    except OSError as error:
-        raise UnsupportedError(
-            f"{what} runs in a child process, which cannot be started: {error}"
-        ) from error
-    with process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()  # wait until Python has started, which may take a while
-            request = json.dumps([list(names), memory]).encode() + b"\n"
-            answer, _ = process.communicate(request + model, timeout=seconds)
-        except subprocess.TimeoutExpired as error:
-            raise ModelError(
-                f"{what} did not end within {seconds:g} s; correct its graph, or allow more time "
-                "(ortops.graph.limits.LIMITS.initialization_seconds)"
-            ) from error
-        finally:
-            process.kill()  # does nothing if it has ended
-    return _read(answer, what, process.returncode, memory)
-
-
-def _read(answer: bytes, what: str, status: int, memory: int) -> list[Array]:
-    """Returns the arrays of an answer.
-
-    Raises:
-        ModelError: If the answer is an error, or not complete.
-    """
-    at = answer.find(b"\n") + 1
-    try:
-        problem, shown = json.loads(answer[:at])
-    except ValueError:
-        problem, shown = f"its process ended with status {status}", []
-    if any(sign in problem for sign in _OUT_OF_MEMORY):
-        raise ModelError(
-            f"{what} needs more than {memory:,} bytes of memory; correct its graph, or allow more "
-            "(ortops.graph.limits.LIMITS.initialization_memory)"
-        )
-    if problem:
-        raise ModelError(f"{what} failed: {problem}; correct its graph")
-    arrays = []
+        shown, answer = child.ask(list(names), model, seconds, memory)
+    except ChildError as error:
+        raise ModelError(f"{what} {error}") from error
+    finally:
+        child.close()
+    arrays, at = [], 0
     for dtype, shape in shown:
         count = math.prod(shape)
         arrays.append(np.frombuffer(answer, dtype, count, at).reshape(shape))

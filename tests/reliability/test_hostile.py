@@ -470,11 +470,13 @@ def test_models_of_ours_are_initialized_in_this_process(monkeypatch: pytest.Monk
         ortops.TrainingSession(model).reset()
 
 
-def test_an_initialization_whose_process_dies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_initialization_whose_process_dies_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     session = ortops.TrainingSession(orthogonal()[0])
     session.state["w"] = np.ones((3, 2), np.float32)
-    child = child_process._CHILD.replace("session.run(names, {})", "os.abort()")
-    monkeypatch.setattr(child_process, "_CHILD", f"import os\n{child}")
+    (tmp_path / "dies.py").write_text("import os\ndef answer(request, body):\n    os.abort()\n")
+    monkeypatch.setattr(child_process, "_RUN_MODEL", tmp_path / "dies.py")
     with pytest.raises(ortops.ModelError, match=r"initialization failed: .* ended with status"):
         session.reset()
     np.testing.assert_array_equal(session.state["w"], np.ones((3, 2)))
