@@ -369,6 +369,47 @@ def test_a_device_stays_one(tmp_path: Path) -> None:
     assert stat.S_ISCHR(path.lstat().st_mode)
 
 
+def test_what_is_at_a_path_of_a_folder_is_replaced(tmp_path: Path) -> None:
+    """Whoever made the folder chose what is there; the user named the folder alone."""
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    folder.mkdir()
+    outside.write_bytes(b"precious")
+    outside.chmod(0o600)
+    (folder / "link").symlink_to(outside)
+    (folder / "broken").symlink_to(tmp_path / "missing")
+    (folder / "chain").symlink_to(folder / "link")
+    (folder / "device").symlink_to(os.devnull)
+    (folder / "below").symlink_to(tmp_path, target_is_directory=True)
+    os.mkfifo(folder / "pipe")
+    (folder / "kept").write_bytes(b"old")
+    (folder / "kept").chmod(0o640)
+    names = sorted(names_in(folder) - {"below"})
+    for name in names:
+        atomic.write_atomically(folder / name, b"new", follow=False)
+    (folder / "link").unlink()
+    (folder / "link").symlink_to(outside)
+    atomic.copy_atomically(folder / "kept", folder / "link")
+    below = atomic.folder_within(folder, Path("below", "deeper"))
+    atomic.write_atomically(below / "outside", b"new", follow=False)
+    assert outside.read_bytes() == b"precious"
+    assert names_in(tmp_path) == {"folder", "outside"}
+    usual = 0o666 & ~_umask()
+    for name in names:
+        found = (folder / name).lstat()
+        assert stat.S_IMODE(found.st_mode) == (0o640 if name == "kept" else usual), name
+        assert stat.S_ISREG(found.st_mode), name
+        assert (folder / name).read_bytes() == b"new", name
+    assert names_in(folder) == {*names, "below"}
+    with pytest.raises(IsADirectoryError, match=r"'.*below'"):
+        atomic.write_atomically(folder / "below", b"new", follow=False)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def test_a_socket_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # its path must be short
     with socket.socket(socket.AF_UNIX) as server:
