@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -28,6 +28,7 @@ __all__ = [
     "destination",
     "folder_within",
     "is_free",
+    "is_temporary",
     "move",
     "naming",
     "new_file",
@@ -37,6 +38,7 @@ __all__ = [
     "siblings",
     "unique_sibling",
     "write_atomically",
+    "write_together",
 ]
 
 Content: TypeAlias = bytes | Callable[[BinaryIO], object]
@@ -89,6 +91,60 @@ def copy_atomically(source: str | os.PathLike[str], target: str | os.PathLike[st
     """
     with Path(source).open("rb") as stream:
         write_atomically(target, lambda copy: shutil.copyfileobj(stream, copy), follow=False)
+
+
+def write_together(folder: Path, files: Mapping[str, Content]) -> None:
+    """Writes files of a folder that ortops writes: all of them, or none if there is an error.
+
+    A process that is killed while it moves them leaves each of them old or new, and of those that
+    it has not moved the new ones as temporary files.
+
+    Args:
+        folder: The folder, which is created if necessary.
+        files: The contents by name.
+
+    Raises:
+        OSError: If a file cannot be written; the old files are unchanged.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[tuple[BinaryIO, Path, Path]] = []
+    moved: list[tuple[Path, Path | None]] = []
+    with contextlib.ExitStack() as stack:
+        for name, content in files.items():
+            with naming(folder / name):
+                target = destination(folder / name, follow=False)
+                assert target is not None
+                remove_litter(target)
+                new = unique_sibling(target, TEMPORARY)
+                stack.callback(new.unlink, missing_ok=True)
+                written.append((stack.enter_context(new_file(new, content, target)), new, target))
+        try:
+            for stream, new, target in written:
+                with naming(target):
+                    moved += _kept(target, stack)
+                    move(stream, new, target)
+        except BaseException:
+            for target, old in moved:
+                target.unlink(missing_ok=True) if old is None else old.replace(target)
+            raise
+
+
+def _kept(target: Path, stack: contextlib.ExitStack) -> list[tuple[Path, Path | None]]:
+    """Keeps the old file under a temporary name, so that it can be brought back.
+
+    Returns:
+        The file, and the temporary name; None if there is no old file. Empty if that cannot be
+        done: some file systems have no links.
+    """
+    if not os.path.lexists(target):
+        return [(target, None)]
+    old = unique_sibling(target, TEMPORARY)
+    stack.callback(old.unlink, missing_ok=True)
+    try:
+        os.link(target, old, follow_symlinks=False)
+    except (OSError, NotImplementedError):
+        return []
+    return [(target, old)]
 
 
 def folder_within(folder: Path, relative: Path) -> Path:
@@ -220,6 +276,11 @@ def siblings(target: Path, suffix: str) -> list[Path]:
     return [target.parent / each for each in names if name.fullmatch(each)]
 
 
+def is_temporary(name: str) -> bool:
+    """Whether a name is that of a temporary file, which a process is writing or left behind."""
+    return re.fullmatch(rf"\..*\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}", name, re.DOTALL) is not None
+
+
 def remedy(error: OSError, otherwise: str) -> str:
     """Returns the remedy for an error of the operating system, for messages.
 
@@ -233,9 +294,10 @@ def remedy(error: OSError, otherwise: str) -> str:
 
 
 def remove_litter(target: Path) -> None:
-    """Removes the temporary files of a file that killed processes left."""
+    """Removes the temporary files of a file, or of a whole folder, that killed processes left."""
     if fcntl is not None:  # without locks, it is unknown whether another process is writing them
-        for file in siblings(target, TEMPORARY):
+        inside = [f for f in target.iterdir() if is_temporary(f.name)] if target.is_dir() else []
+        for file in (*inside, *siblings(target, TEMPORARY)):
             remove_free(file, lambda: False)
 
 
