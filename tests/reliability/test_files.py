@@ -26,6 +26,7 @@ import numpy as np
 import onnx
 import pytest
 from attacks import SOAK
+from kills import killed_at
 from onnx import helper, numpy_helper
 
 import ortops
@@ -253,23 +254,8 @@ def kill_at_each_call(limit: int, path: str) -> None:
     while died:
         number = len(outcomes) + 1
         time.sleep(0.02)  # some system clocks stand still for as long
-        child = os.fork()
-        if child == 0:
-            countdown = iter(range(number - 1, -1, -1))
-
-            def deadly(function: Any, countdown: Iterator[int] = countdown) -> Any:
-                def call(*arguments: Any, **options: Any) -> Any:
-                    if next(countdown, None) == 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return function(*arguments, **options)
-
-                return call
-
-            for owner, name in ((os, "open"), (os, "fsync"), (Path, "replace"), (Path, "unlink")):
-                setattr(owner, name, deadly(getattr(owner, name)))
-            ortops.save_model(marked(number), path)
-            os._exit(0)
-        died = os.waitpid(child, 0)[1] != 0
+        model = marked(number)
+        died = killed_at(number, lambda m=model: ortops.save_model(m, path), Path(path).parent)
         outcomes.append((mark_of(Path(path)), sorted(names_in(Path(path).parent))))
     sys.stdout.write(json.dumps(outcomes))
 
