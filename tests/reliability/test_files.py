@@ -31,7 +31,10 @@ from onnx import helper, numpy_helper
 
 import ortops
 from ortops import cli
-from ortops.graph.files import atomic, external, saving
+from ortops.graph import convert
+from ortops.graph.files import atomic, external, loading, saving
+from ortops.graph.files.external import detach
+from ortops.graph.files.loading import blame_model, load
 
 fcntl = pytest.importorskip("fcntl", reason="no locks, modes and pipes of Unix here")
 resource = pytest.importorskip("resource", reason="no limits of Unix here")
@@ -45,7 +48,7 @@ def marked(value: float) -> onnx.ModelProto:
     """A model of three tensors, in which every number is the same."""
     arrays = {name: np.full((64, 65), value, np.float32) for name in ("a", "b")}
     arrays["c"] = np.full((8,), value, np.float32)
-    nodes = [helper.make_node("Sum", list(arrays), ["y"])]
+    nodes = [helper.make_node("Sum", ["a", "b"], ["y"])]
     given = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
     shown = [helper.make_tensor_value_info("y", 1, None)]
     graph = helper.make_graph(nodes, "marked", [], shown, given)
@@ -111,12 +114,18 @@ def test_two_savers_and_a_reader(limit: int, tmp_path: Path) -> None:
     path, count = tmp_path / "model.onnx", 40 * SOAK
     ortops.save_model(marked(0), path)
     seen = {mark_of(path)}
+
+    def read() -> float:
+        light = convert.load_light(path)
+        (value,) = {x for t in light.proto.graph.initializer for x in set(light.array_of(t).flat)}
+        return float(value)
+
     with (
         started(save_many, limit, path, 1, count) as one,
         started(save_many, limit, path, 10_001, count) as other,
     ):
         while one.poll() is None or other.poll() is None:
-            seen.add(mark_of(path))
+            seen |= {mark_of(path), read()}
     assert (one.returncode, other.returncode) == (0, 0)
     assert seen <= {0, *range(1, 1 + count), *range(10_001, 10_001 + count)}
     assert len(seen) > 2  # the reader was there while they wrote
@@ -136,6 +145,29 @@ def test_a_model_that_was_read_has_its_data_after_a_save(tmp_path: Path) -> None
     ortops.save_model(marked(2), path)
     onnx.load_external_data_for_model(model, str(tmp_path))
     assert {numpy_helper.to_array(tensor).max() for tensor in model.graph.initializer} == {1}
+
+
+@pytest.mark.usefixtures("small_limit")
+@pytest.mark.parametrize("reader", [convert.load_light, blame_model(lambda m: detach(*load(m)))])
+def test_a_reader_between_two_saves_gets_the_next_model(
+    reader: Callable[[Path], external.LightModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the model whose data the second save removes."""
+    path, saves = tmp_path / "model.onnx", iter([1, 2])
+
+    def save_twice(*_: object) -> None:  # when the model has been read
+        for number in saves:
+            ortops.save_model(marked(number), path)
+
+    ortops.save_model(marked(0), path)
+    for module in (convert, loading):
+        monkeypatch.setattr(module, "validate", save_twice)
+    light = reader(path)
+    assert {light.array_of(tensor).max() for tensor in light.proto.graph.initializer} == {2}
+    for file in tmp_path.glob("*.data"):
+        file.unlink()
+    with pytest.raises(ortops.ModelError, match=r"No such file .*; keep all files of the model"):
+        reader(path)
 
 
 @pytest.mark.usefixtures("small_limit")
