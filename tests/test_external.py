@@ -200,7 +200,7 @@ def test_a_failed_save_leaves_the_old_pair(tmp_path: Path, monkeypatch: pytest.M
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     during: list[set[str]] = []
 
-    def write(_: Path, __: bytes) -> None:
+    def write(_: Path, __: bytes, *, follow: bool) -> None:
         during.append(names_in(tmp_path) - set(before))
         raise OSError("disk full")
 

@@ -208,6 +208,7 @@ class _Written(NamedTuple):
 def _remove(file: Path, mark: str) -> None:
     """Removes a file if it has the mark, so that a file that replaced it is kept."""
     if not file.exists():
+        saving.remove_model(file)  # its data, if the process was killed between the two
         return
     try:
         model = convert.load_light(file).proto

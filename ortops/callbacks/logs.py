@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -21,7 +22,7 @@ from ortops.callbacks.monitor import (
     remembered,
 )
 from ortops.errors import OrtopsError
-from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.atomic import naming, write_atomically
 from ortops.graph.files.opening import open_regular
 from ortops.optional import optional_module
 from ortops.training.callback import Callback, Record
@@ -83,8 +84,13 @@ class _Log(Callback):
 
     def _write(self, row: str) -> None:
         content = row.encode()
-        with self.path.open("ab") as stream:
-            stream.write(content)
+        try:
+            with naming(self.path), self.path.open("ab") as stream:
+                stream.write(content)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, self._size)  # a full disk can have a part of the row
+            raise
         self._size = self.path.stat().st_size
         self._last = len(content), zlib.crc32(content)
 
@@ -139,6 +145,7 @@ class CSVLog(_Log):
                 rows = list(csv.DictReader(stream))
             text = _csv(columns + added, rows, header=True)
             write_atomically(self.path, text.encode())
+            self._size = len(text.encode())
         self._write(_csv(columns + added, [row], header=not columns))
 
     def _columns(self) -> list[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from ortops.cli.standard_streams import print_text, say
 from ortops.cli.training import rate_of
 from ortops.errors import OrtopsError
+from ortops.graph.files.atomic import TEMPORARY, siblings
 from ortops.llm import FineTuning
-from ortops.llm.saving import ADAPTER, TRAINING
+from ortops.llm.saving import ADAPTER, TRAINING, UNFINISHED, is_unfinished
 
 __all__ = ["tune"]
 
@@ -24,7 +25,10 @@ def tune(options: argparse.Namespace) -> int:
     if resumes:
         folder = save
     elif options.resume:
-        say(f"there is no '{save}' to resume from; starting a new training")
+        said = (
+            "in which a first save was finished" if is_unfinished(Path(save)) else "to resume from"
+        )
+        say(f"there is no '{save}' {said}; starting a new training")
     continues = _is_tuned(folder)
     _check_save(options, save)
     _check_merge(options, save)
@@ -76,8 +80,10 @@ def _validation(text: str | None) -> str | float | None:
 
 
 def _is_tuned(folder: str) -> bool:
-    """Whether this command wrote a folder."""
-    return any(Path(folder, name).is_file() for name in (ADAPTER, TRAINING))
+    """Whether this command wrote a folder, and was not interrupted in the first save."""
+    return not is_unfinished(Path(folder)) and any(
+        Path(folder, name).is_file() for name in (ADAPTER, TRAINING)
+    )
 
 
 def _fit(
@@ -130,9 +136,9 @@ def _check_save(options: argparse.Namespace, save: str) -> None:
     target = Path(save)
     if target.exists() and not target.is_dir():
         raise OrtopsError(f"--save must be a folder, got the file '{save}'")
-    ours = any((target / name).is_file() for name in (ADAPTER, TRAINING))
-    others = target.is_dir() and any(target.iterdir()) and not ours
-    if others:
+    ours = any((target / name).is_file() for name in (ADAPTER, TRAINING, UNFINISHED))
+    litter = siblings(target / UNFINISHED, TEMPORARY)  # of a process killed at the beginning
+    if not ours and target.is_dir() and {*target.iterdir()} - {*litter}:
         raise OrtopsError(
             f"--save: '{save}' has files that ortops did not write; give a new folder"
         )

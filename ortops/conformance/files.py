@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -27,11 +28,22 @@ _KINDS = ("input", "output", "state")
 _FIELDS = ("proposal", "refused", "control", "rtol", "atol")
 
 
+def _write(file: Path, content: bytes) -> None:
+    """Writes a file through a temporary one, which replaces what is there, a link too."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("xb") as stream:
+            stream.write(content)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def _write_tensors(folder: Path, kind: str, values: Mapping[str, Array]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for number, (name, value) in enumerate(values.items()):
         tensor = numpy_helper.from_array(value, name)
-        (folder / f"{kind}_{number}.pb").write_bytes(tensor.SerializeToString())
+        _write(folder / f"{kind}_{number}.pb", tensor.SerializeToString())
 
 
 def _read_tensors(folder: Path, kind: str) -> dict[str, Array]:
@@ -80,8 +92,7 @@ def write(cases: Iterable[Case], folder: str | os.PathLike[str]) -> None:
         if case.broken:
             raise ValueError(f"{case.name} cannot be written: {case.broken}")
         home = Path(folder) / case.name
-        home.mkdir(parents=True, exist_ok=True)
-        (home / "model.onnx").write_bytes(case.model.SerializeToString(deterministic=True))
+        _write(home / "model.onnx", case.model.SerializeToString(deterministic=True))
         for number, run in enumerate(case.runs):
             place = home / f"test_data_set_{number}"
             _write_tensors(place, "input", _ordered(run.inputs, case.model.graph.input))
@@ -99,7 +110,7 @@ def write(cases: Iterable[Case], folder: str | os.PathLike[str]) -> None:
             for call in case.calls
         ]
         text = json.dumps(facts, indent=1, ensure_ascii=False)
-        (home / "data.json").write_text(f"{text}\n", encoding="utf-8")
+        _write(home / "data.json", f"{text}\n".encode())
 
 
 def _tensors(call: Call) -> dict[str, Mapping[str, Array]]:

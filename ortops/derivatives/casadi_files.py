@@ -36,7 +36,7 @@ from ortops.graph import convert
 from ortops.graph.convert import ModelLike, blame_model
 from ortops.graph.edit import is_float
 from ortops.graph.files import external
-from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.atomic import write_together
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, to_proto
 from ortops.graph.tensor import Dim, Tape, Tensor, op, shape_of
 from ortops.lowering import infer_computed_types, lower_ir, normalize
@@ -88,9 +88,7 @@ def casadi(model: ModelLike, folder: str | os.PathLike[str]) -> Path:
             )
     contents = {f"{prefix}f.onnx": _content(work, add) for prefix, add in _FILES.items()}
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        write_atomically(target / name, content)
+    write_together(target, contents)
     return target / "f.onnx"
 
 

@@ -31,7 +31,15 @@ from ortops.graph.files.external import (
     read_on_demand,
 )
 from ortops.graph.files.folders import FOLDER_KEY, note
-from ortops.graph.files.loading import ModelLike, blame_model, folder_of, is_file, load, readable
+from ortops.graph.files.loading import (
+    ModelLike,
+    blame_model,
+    folder_of,
+    is_file,
+    load,
+    read_again,
+    readable,
+)
 from ortops.graph.files.serialization import from_proto
 from ortops.graph.files.validation import validate
 from ortops.graph.limits import LIMITS
@@ -64,6 +72,7 @@ _UNBATCHED_SCAN = 9  # the first opset without a batch axis in Scan
 logger = logging.getLogger("ortops")
 
 
+@read_again
 def load_light(model: ModelLike | LightModel) -> LightModel:
     """Reads a light model; the data of its big initializers stay in the file.
 

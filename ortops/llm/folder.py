@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import onnx
 
 from ortops.errors import ArgumentError, ModelError, UnsupportedError
+from ortops.graph.files.atomic import copy_atomically, is_temporary
 from ortops.graph.files.json_fields import (
     TEXT,
     Expected,
@@ -228,10 +228,11 @@ def copy_others(folder: Folder, target: Path, *, without: str = "") -> None:
     data = {e.value for t in tensors for e in t.external_data if e.key == "location"}
     for file in sorted(folder.path.iterdir()):
         is_model = file.suffix in (".onnx", _ADAPTERS) or file.name in {*data, without}
-        if file.is_file() and not is_model and file.parent.resolve() != target.resolve():
+        is_copied = file.is_file() and not is_model and not is_temporary(file.name)
+        if is_copied and file.parent.resolve() != target.resolve():
             if leads_out(folder.path, file):
                 raise ModelError(f"folder '{folder.path}': '{file.name}' leads out of it")
-            shutil.copyfile(file, target / file.name)
+            copy_atomically(file, target / file.name)
 
 
 def graph_of(file: Path) -> onnx.GraphProto:

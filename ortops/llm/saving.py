@@ -2,35 +2,67 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import onnx
 
-from ortops.errors import ArgumentError
+from ortops.errors import ArgumentError, ModelError
 from ortops.graph.convert import load_light
 from ortops.graph.files import external
-from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.atomic import folder_within, remove_litter, write_atomically, write_together
+from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.messages import size_of
-from ortops.graph.files.saving import save_model, write_model
+from ortops.graph.files.saving import write_model
 from ortops.llm.checkpoint import FolderCheckpoint
 from ortops.llm.folder import GENAI_CONFIG, Folder, copy_others, genai_config
 from ortops.llm.merging import merged_model
 from ortops.llm.pruning import prune
-from ortops.llm.several_files import SeveralFiles
-from ortops.lora.files import write_adapter
+from ortops.llm.several_files import NAMES, SeveralFiles
+from ortops.lora.files import written_adapter
 from ortops.numbers import Array
 from ortops.training.session import TrainingSession
 
-__all__ = ["ADAPTER", "TRAINING", "FolderWriter"]
+__all__ = [
+    "ADAPTER",
+    "TRAINING",
+    "UNFINISHED",
+    "FolderWriter",
+    "is_unfinished",
+    "refuse_unfinished",
+]
 
 ADAPTER, TRAINING = "adapter.onnx_adapter", "training.state"
+
+UNFINISHED = "training.unfinished"
+"""The file that a folder has from the beginning of its first save to the end."""
+
+_NOTE = b"ortops has not finished the first save of this folder, so files are missing or too old.\n"
 
 _ONE_FILE = 2**26
 """Weights of more bytes are saved in a file of their own, next to the model."""
 
 _SMALL = 1024  # bytes
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether the first save of a folder was interrupted, so that its files may not fit."""
+    return os.path.lexists(folder / UNFINISHED)
+
+
+def refuse_unfinished(folder: Path) -> None:
+    """Rejects a folder whose first save was interrupted.
+
+    Raises:
+        ModelError: If it is one.
+    """
+    if is_unfinished(folder):
+        raise ModelError(
+            f"folder '{folder}': its first save was interrupted ('{UNFINISHED}'), so its files may "
+            "be missing or not belong together; repeat the training that writes it"
+        )
 
 
 class FolderWriter:
@@ -57,6 +89,8 @@ class FolderWriter:
     ) -> None:
         self.session, self._folder, self._files = session, folder, files
         self._names, self.initial, self._is_loaded = names, initial, is_loaded
+        # Folders whose files belong together at any time, whichever of them is written next.
+        self._finished = {folder.path.resolve()} if is_loaded else set()
 
     def check(self, target: Path) -> None:
         """Rejects the folder of the original model.
@@ -69,15 +103,25 @@ class FolderWriter:
                 f"folder must not be that of the original model, got '{target}'; give another one"
             )
 
-    def _save_others(self, target: Path) -> Path:
-        """Writes the other files of the folder; returns where the model belongs."""
-        file = target / self._folder.model.relative_to(self._folder.path)
-        file.parent.mkdir(parents=True, exist_ok=True)
+    def _save_others(self, target: Path) -> None:
+        """Writes what is neither the model nor the training, after a mark for the first save."""
+        target.mkdir(parents=True, exist_ok=True)
+        if target.resolve() not in self._finished:
+            write_atomically(target / UNFINISHED, _NOTE, follow=False)
         if target.resolve() != self._folder.path.resolve():
             copy_others(self._folder, target, without=TRAINING)
             if settings := genai_config(self._folder):
-                (target / GENAI_CONFIG).write_text(settings, encoding="utf-8")
-        return file
+                write_atomically(target / GENAI_CONFIG, settings.encode(), follow=False)
+
+    def _finish(self, target: Path) -> None:
+        """Takes the mark of the first save away."""
+        (target / UNFINISHED).unlink(missing_ok=True)
+        self._finished.add(target.resolve())
+
+    def _place(self, file: Path, target: Path) -> Path:
+        """Returns where a file of the folder belongs in another one, in a folder that exists."""
+        relative = file.relative_to(self._folder.path)
+        return folder_within(target, relative.parent) / relative.name
 
     def save_merged(self, target: Path) -> None:
         """Writes the model with the adapter merged into its weights.
@@ -86,7 +130,9 @@ class FolderWriter:
             ArgumentError: If the folder has an adapter.
         """
         if self._files is not None:
+            self._save_others(target)
             self._save_files(self._files, target)
+            self._finish(target)
             return
         if (target / ADAPTER).exists():
             raise ArgumentError(
@@ -94,7 +140,9 @@ class FolderWriter:
             )
         model = external.detach(merged_model(self.session.inference_model()))
         model = prune(model, load_light(self._folder.model))
-        save_model(model.attach(), self._save_others(target))
+        self._save_others(target)
+        write_model(self._place(self._folder.model, target), model, follow=False)
+        self._finish(target)
 
     def checkpoints(
         self, folder: str | os.PathLike[str] | None, steps: int | None
@@ -110,42 +158,48 @@ class FolderWriter:
                 raise ArgumentError(f"save_steps needs save, the folder; got save_steps={steps}")
             return []
         self.check(Path(folder))
+        if Path(folder, TRAINING).is_file():  # a training that is finished saves nothing more
+            remove_litter(Path(folder))
         return [FolderCheckpoint(folder, steps, self.save_model_file, self.save_progress)]
 
     def save_model_file(self, target: Path) -> None:
         """Writes what training does not change."""
+        self._save_others(target)
         if self._files is not None:
             return
-        file = self._save_others(target)
+        file = self._place(self._folder.model, target)
         with self.session._locked_file() as held:
             model = held.light_inference_model()
             for tensor in model.proto.graph.initializer:
                 if tensor.name in self.initial:
                     array = self.initial[tensor.name]
                     tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-            write_model(file, prune(model, load_light(self._folder.model)), limit=_ONE_FILE)
+            pruned = prune(model, load_light(self._folder.model))
+            write_model(file, pruned, limit=_ONE_FILE, follow=False)
 
     def save_progress(self, target: Path) -> None:
         """Writes the adapter, and the state of the training."""
         if self._files is not None:
             self._save_files(self._files, target)
-            self.session.save(target / TRAINING)
+            with self.session._locked_file() as held:
+                state = held.light_model()
+                write_metadata(state.proto, NAMES, json.dumps(self._files.names))
+                write_model(target / TRAINING, state, follow=False)
+            self._finish(target)
             return
         with self.session._locked_file() as held:
             model = held.light_inference_model()
-            write_adapter(model, target / ADAPTER)
+            adapter = written_adapter(model)
             state = held.light_model()
             known = {tensor.name for tensor in model.proto.graph.initializer} - set(self._names)
             for tensor in state.proto.graph.initializer:
                 if tensor.name in known and size_of(tensor) > _SMALL:
                     tensor.CopyFrom(onnx.TensorProto(name=tensor.name))  # it is in the model's file
-            write_atomically(target / TRAINING, state.attach().SerializeToString())
+            training = state.attach().SerializeToString()
+        write_together(target, {ADAPTER: adapter, TRAINING: training})
+        self._finish(target)
 
     def _save_files(self, files: SeveralFiles, target: Path) -> None:
         """Writes the files of a model with the adapter merged into them; see `save`."""
-        for file in files.parts.values():
-            (target / file.relative_to(self._folder.path)).parent.mkdir(parents=True, exist_ok=True)
-        if target.resolve() != self._folder.path.resolve():
-            copy_others(self._folder, target, without=TRAINING)
         for part, model in files.written(self.session.inference_model()).items():
-            save_model(model, target / files.parts[part].relative_to(self._folder.path))
+            write_model(self._place(files.parts[part], target), model, follow=False)

@@ -95,8 +95,9 @@ class Server:
             )
         count = int(min(count, limit - len(tokens)))
         if self._files is not None:
+            written = self._files.written(self.session.inference_model())
             return continued(
-                self._files.written(self.session.inference_model()),
+                {part: light.attach() for part, light in written.items()},
                 *(None if source is None else source_feeds([source], 0), tokens),
                 logits=self._folder.logits,
                 count=count,

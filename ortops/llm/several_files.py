@@ -18,27 +18,38 @@ from ortops.composition.record import read_records
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph import convert
 from ortops.graph.adapters import adapter_of
+from ortops.graph.files.external import LightModel
+from ortops.graph.files.json_metadata import read_metadata
 from ortops.graph.weights import weights
 from ortops.llm.folder import Folder, graph_of
 from ortops.lora.merging import merge
 from ortops.numbers import Array
 from ortops.surgery.branches import fix_inputs
 
-__all__ = ["CACHE_BRANCH", "SeveralFiles", "several_files"]
+__all__ = ["CACHE_BRANCH", "NAMES", "SeveralFiles", "several_files"]
 
 CACHE_BRANCH = "use_cache_branch"
 """Optimum's name of the input that chooses the branch of a merged decoder."""
 
+NAMES = "ortops.llm.names"
+"""The metadata key of `SeveralFiles.names` in the state of a training."""
+
 _QUANTIZED = ("DequantizeLinear", "MatMulInteger", "MatMulNBits")
 
 
-def several_files(folder: Folder) -> SeveralFiles | None:
-    """Returns the files of a model with an encoder or a merged decoder; None for other models."""
+def several_files(folder: Folder, state: Path | None = None) -> SeveralFiles | None:
+    """Returns the files of a model with an encoder or a merged decoder; None for other models.
+
+    Args:
+        folder: The folder.
+        state: The state of the training that wrote it, which knows the names of the weights: a
+            killed process leaves files whose values are not those of one step.
+    """
     if folder.parts:
-        return SeveralFiles(folder, folder.parts)
+        return SeveralFiles(folder, folder.parts, state)
     graph = graph_of(folder.model)
     if any(value.name == CACHE_BRANCH for value in graph.input):
-        return SeveralFiles(folder, {"merged": folder.model})
+        return SeveralFiles(folder, {"merged": folder.model}, state)
     return None
 
 
@@ -48,39 +59,49 @@ class SeveralFiles:
     Args:
         folder: The folder.
         parts: The files by part, as in `Folder.parts`.
+        state: See `several_files`.
 
     Attributes:
         parts: The files by part.
         base: The model to train: the encoder, and the decoder without a cache. Its only output is
             the logits.
         inputs: The names that inputs of the encoder, then those of the decoder, have in it.
+        names: Of each part, the names of its weights, and their names in the model to train.
 
     Raises:
         ModelError: If the files do not belong together.
         UnsupportedError: If weights are quantized, because an adapter cannot be merged into them.
     """
 
-    def __init__(self, folder: Folder, parts: Mapping[str, Path]) -> None:
+    def __init__(
+        self, folder: Folder, parts: Mapping[str, Path], state: Path | None = None
+    ) -> None:
         self.parts = dict(parts)
         decoder: Any = parts.get("decoder")
         if decoder is None:
             decoder = fix_inputs(parts["merged"], {CACHE_BRANCH: False})
         own = {n: w.array() for n, w in weights(convert.load_light(decoder)).items() if w.shape}
         self.inputs: dict[str, dict[str, str]] = {"encoder": {}, "decoder": {}}
-        self._names: dict[str, dict[str, str]] = {}
+        self.names: dict[str, dict[str, str]] = {}
         if "encoder" in parts:
             self.base = _joined(parts["encoder"], decoder)
             records = read_records(self.base.metadata_props)
             self.inputs = {part: records[part].inputs for part in self.inputs}
-            self._names["encoder"] = records["encoder"].weights
+            self.names["encoder"] = records["encoder"].weights
             trained = records["decoder"].weights
         else:
             self.base = convert.load_light(decoder).attach()
             self.inputs["decoder"] = {v.name: v.name for v in self.base.graph.input}
             trained = {name: name for name in own}
+        recorded = {} if state is None else _recorded(state)
         for part in self.parts.keys() - {"encoder"}:
-            copies = _copies(own, parts[part])
-            self._names[part] = {name: trained[origin] for name, origin in copies.items()}
+            light = convert.load_light(parts[part])
+            known = recorded.get(part)
+            if isinstance(known, dict) and known.keys() <= weights(light).keys():
+                self.names[part] = {name: str(origin) for name, origin in known.items()}
+            else:
+                copies = _copies(own, light, parts[part])
+                self.names[part] = {name: trained[origin] for name, origin in copies.items()}
         if folder.logits not in {value.name for value in self.base.graph.output}:
             raise ModelError(f"file '{folder.model}': it has no output '{folder.logits}'")
         for value in [v for v in self.base.graph.output if v.name != folder.logits]:
@@ -98,7 +119,7 @@ class SeveralFiles:
         """Whether there is an encoder."""
         return "encoder" in self.parts
 
-    def written(self, trained: onnx.ModelProto) -> dict[str, onnx.ModelProto]:
+    def written(self, trained: onnx.ModelProto) -> dict[str, LightModel]:
         """Returns the model of each file, with the adapter merged into the weights.
 
         Args:
@@ -110,7 +131,6 @@ class SeveralFiles:
         assert adapter_of(trained.metadata_props) is not None
         merged = convert.load_light(merge(trained))
         base = convert.load_light(self.base)
-        before = base.arrays({name for names in self._names.values() for name in names.values()})
         after = merged.arrays({tensor.name for tensor in merged.proto.graph.initializer})
         first = base.arrays({tensor.name for tensor in base.proto.graph.initializer})
         for name in after.keys() - first.keys():
@@ -119,19 +139,14 @@ class SeveralFiles:
                     f"'{name}': the layer shares its weight with another one, so its adapter "
                     "cannot be merged; leave it out of targets="
                 )
-        changed = {
-            name: after[name]
-            for name, array in before.items()
-            if name in after and not np.array_equal(array, after[name])
-        }
         result = {}
         for part, file in self.parts.items():
             light = convert.load_light(file)
             known = weights(light)
-            for name, origin in self._names[part].items():
-                if origin in changed:
-                    known[name].set(changed[origin])
-            result[part] = light.attach()
+            for name, origin in self.names[part].items():
+                if origin in after and not np.array_equal(known[name].array(), after[origin]):
+                    known[name].set(after[origin])
+            result[part] = light
         return result
 
 
@@ -152,7 +167,16 @@ def _joined(encoder: Path, decoder: Any) -> onnx.ModelProto:
     return compose({part: light.attach() for part, light in models.items()}, connect)
 
 
-def _copies(known: Mapping[str, Array], file: Path) -> dict[str, str]:
+def _recorded(state: Path) -> dict[str, Any]:
+    """Returns what `SeveralFiles.names` was when a training was saved; empty if it is unknown."""
+    try:
+        metadata = convert.load_light(state).proto.metadata_props
+        return read_metadata(metadata, NAMES, "delete the file of the training") or {}
+    except (OSError, ModelError):  # reading the training says what is wrong
+        return {}
+
+
+def _copies(known: Mapping[str, Array], light: LightModel, file: Path) -> dict[str, str]:
     """Returns the weight of the decoder that each weight of a file has the values of.
 
     Raises:
@@ -161,7 +185,6 @@ def _copies(known: Mapping[str, Array], file: Path) -> dict[str, str]:
     by_value: dict[object, list[str]] = {}
     for name, array in known.items():
         by_value.setdefault(_digest(array), []).append(name)
-    light = convert.load_light(file)
     plain = {tensor.name for tensor in light.proto.graph.initializer}
     result = {}
     for name, weight in weights(light).items():

@@ -35,7 +35,7 @@ from ortops.llm.folder import (
 )
 from ortops.llm.generation import Sampling
 from ortops.llm.pruning import without_pruning
-from ortops.llm.saving import ADAPTER, TRAINING, FolderWriter
+from ortops.llm.saving import ADAPTER, TRAINING, FolderWriter, refuse_unfinished
 from ortops.llm.serving import Server
 from ortops.llm.several_files import SeveralFiles, several_files
 from ortops.llm.tokenization import Message, Tokenizer
@@ -138,6 +138,7 @@ class FineTuning:
         providers: Sequence[Any] | None = None,
     ) -> None:
         folder = open_folder(folder_or_file)
+        refuse_unfinished(folder.path)
         files = several_files(folder)
         settings = (rslora, rank_pattern, alpha_pattern, dropout, seed)
         with notes_as_details():
@@ -513,7 +514,8 @@ class FineTuning:
             0
         """
         opened = open_folder(folder)
-        files = several_files(opened)
+        refuse_unfinished(opened.path)
+        files = several_files(opened, opened.path / TRAINING)
         with notes_as_details():
             trainable, initial = _saved(opened, files)
         result = cls.__new__(cls)

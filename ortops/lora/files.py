@@ -25,7 +25,7 @@ from ortops.lora.adapter_file import read_adapter_file
 from ortops.lora.fingerprints import family, first_fingerprint
 from ortops.lora.model import Adapted, Array, check_base, read_adapted, refuse_not_finite
 
-__all__ = ["load_adapter", "save_adapter", "with_adapter", "write_adapter"]
+__all__ = ["load_adapter", "save_adapter", "with_adapter", "written_adapter"]
 
 _ADAPTER_VERSION = 1
 _GIVEN_BY_OTHERS = 2**16  # other tools number their model versions; a digest is never this small
@@ -68,11 +68,11 @@ def save_adapter(model: ModelLike, path: str | os.PathLike[str]) -> None:
         >>> sorted(file.get_parameters())
         ['fc1.lora_A.weight', 'fc1.lora_B.weight']
     """
-    write_adapter(convert.load_light(model), path)
+    write_atomically(path, written_adapter(convert.load_light(model)))
 
 
-def write_adapter(model: LightModel, path: str | os.PathLike[str]) -> None:
-    """Writes the adapter of a light model; see `save_adapter`."""
+def written_adapter(model: LightModel) -> bytes:
+    """Returns the adapter of a light model as a file; see `save_adapter`."""
     adapted = read_adapted(model)
     fingerprint = check_base(adapted)
     refuse_not_finite(adapted.parameters, "model")
@@ -87,7 +87,7 @@ def write_adapter(model: LightModel, path: str | os.PathLike[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "adapter")
         form.export_adapter(str(file))
-        write_atomically(path, read_regular(file))
+        return read_regular(file)
 
 
 @convert.blame_model

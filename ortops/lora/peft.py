@@ -21,7 +21,7 @@ from ortops.errors import ModelError, OrtopsError, UnsupportedError
 from ortops.graph import convert
 from ortops.graph.adapters import Adapter, is_alpha, is_dropout, is_rank, scaling
 from ortops.graph.convert import ModelLike
-from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.atomic import TEMPORARY, siblings, write_together
 from ortops.graph.files.json_text import read_settings
 from ortops.graph.files.loading import readable
 from ortops.graph.files.opening import file_in_folder
@@ -135,11 +135,8 @@ def to_peft(
         key_a, key_b = _keys(name, layer.kind)
         tensors |= {key_a: np.ascontiguousarray(layer.a), key_b: np.ascontiguousarray(layer.b)}
     content = dump_safetensors(tensors, {"format": "pt"})
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    write_atomically(target / _WEIGHTS, content)
     config = json.dumps(_written_config(adapter, written), indent=2)
-    write_atomically(target / _CONFIG, f"{config}\n".encode())
+    write_together(Path(folder), {_WEIGHTS: content, _CONFIG: f"{config}\n".encode()})
 
 
 def _columns(adapted: Adapted) -> dict[str, dict[str, Sequence[int]]]:
@@ -192,10 +189,12 @@ def refuse_others(folder: str | os.PathLike[str]) -> None:
         OrtopsError: If there is one.
     """
     present = [path for name in (_CONFIG, _WEIGHTS) if (path := Path(folder, name)).exists()]
-    with contextlib.suppress(OSError, ModelError):
-        settings = read_settings(Path(folder, _CONFIG))
-        if settings.keys() == _written_config(Adapter(1, 1.0, False, "", {}), {}).keys():
-            return
+    config = Path(folder, _CONFIG)
+    for file in (config, *siblings(config, TEMPORARY)):  # left by a killed process
+        with contextlib.suppress(OSError, ModelError):
+            settings = read_settings(file)
+            if settings.keys() == _written_config(Adapter(1, 1.0, False, "", {}), {}).keys():
+                return
     if present:
         raise OrtopsError(
             f"output: '{present[0]}' was not written by ortops; give another folder, or --force to "

@@ -21,7 +21,7 @@ from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import merge_equal_nodes
 from ortops.graph.files import external
-from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.atomic import TEMPORARY, siblings, write_together
 from ortops.graph.files.json_metadata import remove_metadata
 from ortops.graph.files.json_text import read_json
 from ortops.graph.files.opening import read_regular
@@ -183,21 +183,21 @@ def export_step(
     where = Path(folder)
     if not overwrite:
         _refuse_others(where, files)
-    where.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        write_atomically(where / name, content)
+    write_together(where, files)
 
 
 def _refuse_others(folder: Path, files: Mapping[str, bytes]) -> None:
     """Raises an error if other files would be replaced."""
-    written = _written(folder / _DESCRIPTION)
+    description = folder / _DESCRIPTION
+    # A killed process leaves files of two exports, and the description of one as a temporary file.
+    known = [_written(each) for each in (description, *siblings(description, TEMPORARY))]
     for name, content in files.items():
         path = folder / name
         if not path.exists():
             continue
         with contextlib.suppress(ModelError):  # not a regular file
             present = read_regular(path)
-            if present == content or written.get(name) == _describe_file(present):
+            if present == content or any(e.get(name) == _describe_file(present) for e in known):
                 continue
         raise OrtopsError(
             f"export_step: '{path}' was not written by an export to this folder, or was changed "
@@ -215,7 +215,7 @@ def _written(description: Path) -> dict[str, Any]:
             return {
                 **found["files"],
                 **found.get("web", {}),
-                description.name: _describe_file(content),
+                _DESCRIPTION: _describe_file(content),
             }
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         pass

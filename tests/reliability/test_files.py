@@ -26,11 +26,15 @@ import numpy as np
 import onnx
 import pytest
 from attacks import SOAK
+from kills import killed_at
 from onnx import helper, numpy_helper
 
 import ortops
 from ortops import cli
-from ortops.graph.files import atomic, external, saving
+from ortops.graph import convert
+from ortops.graph.files import atomic, external, loading, saving
+from ortops.graph.files.external import detach
+from ortops.graph.files.loading import blame_model, load
 
 fcntl = pytest.importorskip("fcntl", reason="no locks, modes and pipes of Unix here")
 resource = pytest.importorskip("resource", reason="no limits of Unix here")
@@ -44,7 +48,7 @@ def marked(value: float) -> onnx.ModelProto:
     """A model of three tensors, in which every number is the same."""
     arrays = {name: np.full((64, 65), value, np.float32) for name in ("a", "b")}
     arrays["c"] = np.full((8,), value, np.float32)
-    nodes = [helper.make_node("Sum", list(arrays), ["y"])]
+    nodes = [helper.make_node("Sum", ["a", "b"], ["y"])]
     given = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
     shown = [helper.make_tensor_value_info("y", 1, None)]
     graph = helper.make_graph(nodes, "marked", [], shown, given)
@@ -110,12 +114,18 @@ def test_two_savers_and_a_reader(limit: int, tmp_path: Path) -> None:
     path, count = tmp_path / "model.onnx", 40 * SOAK
     ortops.save_model(marked(0), path)
     seen = {mark_of(path)}
+
+    def read() -> float:
+        light = convert.load_light(path)
+        (value,) = {x for t in light.proto.graph.initializer for x in set(light.array_of(t).flat)}
+        return float(value)
+
     with (
         started(save_many, limit, path, 1, count) as one,
         started(save_many, limit, path, 10_001, count) as other,
     ):
         while one.poll() is None or other.poll() is None:
-            seen.add(mark_of(path))
+            seen |= {mark_of(path), read()}
     assert (one.returncode, other.returncode) == (0, 0)
     assert seen <= {0, *range(1, 1 + count), *range(10_001, 10_001 + count)}
     assert len(seen) > 2  # the reader was there while they wrote
@@ -135,6 +145,29 @@ def test_a_model_that_was_read_has_its_data_after_a_save(tmp_path: Path) -> None
     ortops.save_model(marked(2), path)
     onnx.load_external_data_for_model(model, str(tmp_path))
     assert {numpy_helper.to_array(tensor).max() for tensor in model.graph.initializer} == {1}
+
+
+@pytest.mark.usefixtures("small_limit")
+@pytest.mark.parametrize("reader", [convert.load_light, blame_model(lambda m: detach(*load(m)))])
+def test_a_reader_between_two_saves_gets_the_next_model(
+    reader: Callable[[Path], external.LightModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the model whose data the second save removes."""
+    path, saves = tmp_path / "model.onnx", iter([1, 2])
+
+    def save_twice(*_: object) -> None:  # when the model has been read
+        for number in saves:
+            ortops.save_model(marked(number), path)
+
+    ortops.save_model(marked(0), path)
+    for module in (convert, loading):
+        monkeypatch.setattr(module, "validate", save_twice)
+    light = reader(path)
+    assert {light.array_of(tensor).max() for tensor in light.proto.graph.initializer} == {2}
+    for file in tmp_path.glob("*.data"):
+        file.unlink()
+    with pytest.raises(ortops.ModelError, match=r"No such file .*; keep all files of the model"):
+        reader(path)
 
 
 @pytest.mark.usefixtures("small_limit")
@@ -253,23 +286,8 @@ def kill_at_each_call(limit: int, path: str) -> None:
     while died:
         number = len(outcomes) + 1
         time.sleep(0.02)  # some system clocks stand still for as long
-        child = os.fork()
-        if child == 0:
-            countdown = iter(range(number - 1, -1, -1))
-
-            def deadly(function: Any, countdown: Iterator[int] = countdown) -> Any:
-                def call(*arguments: Any, **options: Any) -> Any:
-                    if next(countdown, None) == 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return function(*arguments, **options)
-
-                return call
-
-            for owner, name in ((os, "open"), (os, "fsync"), (Path, "replace"), (Path, "unlink")):
-                setattr(owner, name, deadly(getattr(owner, name)))
-            ortops.save_model(marked(number), path)
-            os._exit(0)
-        died = os.waitpid(child, 0)[1] != 0
+        model = marked(number)
+        died = killed_at(number, lambda m=model: ortops.save_model(m, path), Path(path).parent)
         outcomes.append((mark_of(Path(path)), sorted(names_in(Path(path).parent))))
     sys.stdout.write(json.dumps(outcomes))
 
@@ -367,6 +385,47 @@ def test_a_device_stays_one(tmp_path: Path) -> None:
         path = Path(os.devnull)
     ortops.save_model(marked(1), path)
     assert stat.S_ISCHR(path.lstat().st_mode)
+
+
+def test_what_is_at_a_path_of_a_folder_is_replaced(tmp_path: Path) -> None:
+    """Whoever made the folder chose what is there; the user named the folder alone."""
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    folder.mkdir()
+    outside.write_bytes(b"precious")
+    outside.chmod(0o600)
+    (folder / "link").symlink_to(outside)
+    (folder / "broken").symlink_to(tmp_path / "missing")
+    (folder / "chain").symlink_to(folder / "link")
+    (folder / "device").symlink_to(os.devnull)
+    (folder / "below").symlink_to(tmp_path, target_is_directory=True)
+    os.mkfifo(folder / "pipe")
+    (folder / "kept").write_bytes(b"old")
+    (folder / "kept").chmod(0o640)
+    names = sorted(names_in(folder) - {"below"})
+    for name in names:
+        atomic.write_atomically(folder / name, b"new", follow=False)
+    (folder / "link").unlink()
+    (folder / "link").symlink_to(outside)
+    atomic.copy_atomically(folder / "kept", folder / "link")
+    below = atomic.folder_within(folder, Path("below", "deeper"))
+    atomic.write_atomically(below / "outside", b"new", follow=False)
+    assert outside.read_bytes() == b"precious"
+    assert names_in(tmp_path) == {"folder", "outside"}
+    usual = 0o666 & ~_umask()
+    for name in names:
+        found = (folder / name).lstat()
+        assert stat.S_IMODE(found.st_mode) == (0o640 if name == "kept" else usual), name
+        assert stat.S_ISREG(found.st_mode), name
+        assert (folder / name).read_bytes() == b"new", name
+    assert names_in(folder) == {*names, "below"}
+    with pytest.raises(IsADirectoryError, match=r"'.*below'"):
+        atomic.write_atomically(folder / "below", b"new", follow=False)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def test_a_socket_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ import hashlib
 import os
 import re
 import secrets
+import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -23,8 +24,11 @@ except ImportError:  # Windows, where a file that is open can be neither moved n
 
 __all__ = [
     "TEMPORARY",
+    "copy_atomically",
     "destination",
+    "folder_within",
     "is_free",
+    "is_temporary",
     "move",
     "naming",
     "new_file",
@@ -34,6 +38,7 @@ __all__ = [
     "siblings",
     "unique_sibling",
     "write_atomically",
+    "write_together",
 ]
 
 Content: TypeAlias = bytes | Callable[[BinaryIO], object]
@@ -44,7 +49,9 @@ TEMPORARY = ".tmp"
 """The suffix of temporary files."""
 
 
-def write_atomically(path: str | os.PathLike[str], content: Content) -> None:
+def write_atomically(
+    path: str | os.PathLike[str], content: Content, *, follow: bool = True
+) -> None:
     """Replaces a file atomically: at any time, it has the complete old or new content.
 
     The content is written to a file ``.<file name>.<unique>.tmp`` in the same folder, which then
@@ -55,12 +62,15 @@ def write_atomically(path: str | os.PathLike[str], content: Content) -> None:
         path: The file. A link is followed. Anything other than a regular file (a device, a pipe,
             ``/dev/stdout``) is written in place.
         content: Its content, or a function that writes the content to an open file.
+        follow: Whether the path is the user's. Of a file in a folder that ortops writes, whoever
+            made the folder chose what is at the path: without ``follow``, a link, a device or a
+            pipe is replaced.
 
     Raises:
         OSError: If it cannot be written; the old file is unchanged.
         ModelError: If the path is invalid.
     """
-    target = destination(path)
+    target = destination(path, follow=follow)
     with naming(path):
         if target is None:
             with _open_in_place(Path(path)) as stream:
@@ -69,8 +79,99 @@ def write_atomically(path: str | os.PathLike[str], content: Content) -> None:
             _replace(target, content)
 
 
-def destination(path: str | os.PathLike[str]) -> Path | None:
+def copy_atomically(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Copies a file into a folder that ortops writes; see `write_atomically`.
+
+    Args:
+        source: A regular file, or a link to one.
+        target: The path of the copy. A link is replaced.
+
+    Raises:
+        OSError: If one cannot be read, or the other not written; the old file is unchanged.
+    """
+    with Path(source).open("rb") as stream:
+        write_atomically(target, lambda copy: shutil.copyfileobj(stream, copy), follow=False)
+
+
+def write_together(folder: Path, files: Mapping[str, Content]) -> None:
+    """Writes files of a folder that ortops writes: all of them, or none if there is an error.
+
+    A process that is killed while it moves them leaves each of them old or new, and of those that
+    it has not moved the new ones as temporary files.
+
+    Args:
+        folder: The folder, which is created if necessary.
+        files: The contents by name.
+
+    Raises:
+        OSError: If a file cannot be written; the old files are unchanged.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[tuple[BinaryIO, Path, Path]] = []
+    moved: list[tuple[Path, Path | None]] = []
+    with contextlib.ExitStack() as stack:
+        for name, content in files.items():
+            with naming(folder / name):
+                target = destination(folder / name, follow=False)
+                assert target is not None
+                remove_litter(target)
+                new = unique_sibling(target, TEMPORARY)
+                stack.callback(new.unlink, missing_ok=True)
+                written.append((stack.enter_context(new_file(new, content, target)), new, target))
+        try:
+            for stream, new, target in written:
+                with naming(target):
+                    moved += _kept(target, stack)
+                    move(stream, new, target)
+        except BaseException:
+            for target, old in moved:
+                target.unlink(missing_ok=True) if old is None else old.replace(target)
+            raise
+
+
+def _kept(target: Path, stack: contextlib.ExitStack) -> list[tuple[Path, Path | None]]:
+    """Keeps the old file under a temporary name, so that it can be brought back.
+
+    Returns:
+        The file, and the temporary name; None if there is no old file. Empty if that cannot be
+        done: some file systems have no links.
+    """
+    if not os.path.lexists(target):
+        return [(target, None)]
+    old = unique_sibling(target, TEMPORARY)
+    stack.callback(old.unlink, missing_ok=True)
+    try:
+        os.link(target, old, follow_symlinks=False)
+    except (OSError, NotImplementedError):
+        return []
+    return [(target, old)]
+
+
+def folder_within(folder: Path, relative: Path) -> Path:
+    """Makes a folder below one that ortops writes; a link on the way is replaced.
+
+    Args:
+        folder: The folder that the user named, which may be a link.
+        relative: The path of the other one in it.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in relative.parts:
+        folder /= name
+        if folder.is_symlink():
+            folder.unlink()
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
+def destination(path: str | os.PathLike[str], *, follow: bool = True) -> Path | None:
     """Returns the regular file that a path resolves to; it need not exist.
+
+    Args:
+        path: The path.
+        follow: See `write_atomically`. Without it, only the path's folder is resolved.
 
     Returns:
         The file, or None for anything that must not be replaced: a device, a pipe, a socket, or an
@@ -83,14 +184,15 @@ def destination(path: str | os.PathLike[str]) -> Path | None:
     with naming(path):
         try:
             given = Path(path)
-            status = _status(given)
+            status = _status(given, follow=follow)
         except (TypeError, ValueError) as error:
             raise ModelError(f"file {path!r}: {error}; give the path of a file") from error
-        if status is not None:
-            if stat.S_ISDIR(status.st_mode):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            if not stat.S_ISREG(status.st_mode) or _descriptor(given) is not None:
-                return None
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not follow:
+            return given.parent.resolve() / given.name
+        if status is not None and not (stat.S_ISREG(status.st_mode) and _descriptor(given) is None):
+            return None
         return given.resolve()
 
 
@@ -122,7 +224,9 @@ def new_file(file: Path, content: Content, like: Path) -> Iterator[BinaryIO]:
         The open file, after it has been written to disk. `remove_free` does not remove it while it
         is open.
     """
-    old = _status(like)
+    old = _status(like, follow=False)
+    if old is not None and not stat.S_ISREG(old.st_mode):  # a link, which will be replaced
+        old = None
     with _created(file, 0o666 if old is None else 0o600) as stream:
         _write(stream, content)
         if old is not None:  # after writing, which clears the setuid and setgid bits
@@ -172,6 +276,11 @@ def siblings(target: Path, suffix: str) -> list[Path]:
     return [target.parent / each for each in names if name.fullmatch(each)]
 
 
+def is_temporary(name: str) -> bool:
+    """Whether a name is that of a temporary file, which a process is writing or left behind."""
+    return re.fullmatch(rf"\..*\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}", name, re.DOTALL) is not None
+
+
 def remedy(error: OSError, otherwise: str) -> str:
     """Returns the remedy for an error of the operating system, for messages.
 
@@ -185,9 +294,10 @@ def remedy(error: OSError, otherwise: str) -> str:
 
 
 def remove_litter(target: Path) -> None:
-    """Removes the temporary files of a file that killed processes left."""
+    """Removes the temporary files of a file, or of a whole folder, that killed processes left."""
     if fcntl is not None:  # without locks, it is unknown whether another process is writing them
-        for file in siblings(target, TEMPORARY):
+        inside = [f for f in target.iterdir() if is_temporary(f.name)] if target.is_dir() else []
+        for file in (*inside, *siblings(target, TEMPORARY)):
             remove_free(file, lambda: False)
 
 
@@ -271,9 +381,9 @@ def _copy_ownership(file: Path, old: os.stat_result) -> None:
         file.chmod(mode)
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _status(path: Path, *, follow: bool = True) -> os.stat_result | None:
     try:
-        return path.stat()
+        return path.stat(follow_symlinks=follow)
     except FileNotFoundError:
         return None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
+import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -21,7 +23,7 @@ from ortops.graph.files.opening import read_regular
 from ortops.graph.files.validation import validate
 from ortops.graph.files.wire_format import MOST_BYTES
 
-__all__ = ["ModelLike", "blame_model", "folder_of", "is_file", "load", "readable"]
+__all__ = ["ModelLike", "blame_model", "folder_of", "is_file", "load", "read_again", "readable"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -131,6 +133,49 @@ def _whole(path: Path) -> bytes:
     return bytes(content)
 
 
+def read_again(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function of a model so that it reads the next one if a save replaces its file.
+
+    Saves keep the external data of one older generation. If there are two between the reading of a
+    model and that of its data, these are missing, and the file has another model.
+
+    Args:
+        function: A function or method whose first argument is a model, and which may be called
+            again.
+
+    Returns:
+        The decorated function.
+    """
+
+    @functools.wraps(function)
+    def decorated(*args: P.args, **kwargs: P.kwargs) -> T:
+        while True:
+            before = _generations(args, kwargs)
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                replaced = before != _generations(args, kwargs)
+                if not replaced or not _MISSING.search(f"{error} {error.__cause__}"):
+                    raise
+
+    return decorated
+
+
+_MISSING = re.compile("no such file|cannot find the file|does not exist", re.IGNORECASE)
+
+
+def _generations(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Identifies the files of the models that `blame_model` finds among arguments."""
+    given = (*args[:2], kwargs.get("model"), kwargs.get("path_or_bytes"))
+    found = []
+    for path in given:
+        if isinstance(path, str | os.PathLike):
+            with contextlib.suppress(OSError, ValueError):
+                status = Path(path).stat()
+                found.append((status.st_ino, status.st_mtime_ns))
+    return found
+
+
 def blame_model(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a function so that it raises ModelError if it fails because of an invalid model.
 
@@ -145,11 +190,12 @@ def blame_model(function: Callable[P, T]) -> Callable[P, T]:
         The decorated function.
     """
     signature = inspect.signature(function)
+    attempt = read_again(function)
 
     @functools.wraps(function)
     def decorated(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return function(*args, **kwargs)
+            return attempt(*args, **kwargs)
         except (OrtopsError, OSError, MemoryError):
             raise
         except Exception as error:

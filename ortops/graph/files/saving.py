@@ -74,7 +74,11 @@ def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
 
 
 def write_model(
-    path: str | os.PathLike[str], model: LightModel, *, limit: int | None = None
+    path: str | os.PathLike[str],
+    model: LightModel,
+    *,
+    limit: int | None = None,
+    follow: bool = True,
 ) -> None:
     """Writes a light model, one tensor's data after the other; see `save_model`.
 
@@ -83,8 +87,9 @@ def write_model(
         model: The model.
         limit: Data of more bytes are written to a file of their own; by default, those that do not
             fit into one file.
+        follow: See `write_atomically`.
     """
-    target = destination(path)
+    target = destination(path, follow=follow)
     size = data_size(model.proto)
     limit = external.MESSAGE_LIMIT if limit is None else limit
     if size > external.MESSAGE_LIMIT and target is None:
@@ -103,7 +108,7 @@ def write_model(
         write_atomically(path, serialize(model.attached()))
     elif size <= limit:
         parts = serialized_parts(model)
-        write_atomically(path, lambda stream: write_parts(stream, parts))
+        write_atomically(path, lambda stream: write_parts(stream, parts), follow=follow)
     else:
         _write_in_two(path, target, model)
     for file in unused:  # not those of the replaced model, which another process may be reading
@@ -111,10 +116,11 @@ def write_model(
 
 
 def remove_model(path: str | os.PathLike[str]) -> None:
-    """Removes a model file, if it exists, and its data files, unless another model uses them."""
+    """Removes a model file, if it exists, and its data files that no other model uses."""
     target = destination(path)
     if target is None:
         return
+    remove_litter(target)
     data_files = siblings(target, _DATA)
     with naming(path):
         target.unlink(missing_ok=True)
@@ -140,7 +146,7 @@ def _write_in_two(path: str | os.PathLike[str], target: Path, given: LightModel)
     try:
         with naming(path), new_file(temporary, lambda s: _write_data(s, contents), target) as held:
             move(held, temporary, file)
-            write_atomically(path, message)
+            write_atomically(target, message, follow=False)
     except BaseException:
         temporary.unlink(missing_ok=True)
         if not _refers_to(target, file.name):  # the model may already have been written
