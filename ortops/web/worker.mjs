@@ -5,6 +5,7 @@
 // {losses, milliseconds} in between.
 import { TrainingSession, readSafetensors } from "./ortops.mjs";
 import { Images, inputsOf } from "./images.mjs";
+import { runtimeOf } from "./runtime.mjs";
 
 const REPORT = 50; // milliseconds between reports
 const here = new URL(".", import.meta.url);
@@ -66,11 +67,11 @@ const calls = {
    * Opens a step: `files` by name, or those beside this file. `keep` continues with the present state. On
    * `trial`, the present session stays until `accept` or `restore`.
    */
-  async open({ provider, runtime, files = here, keep = false, trial = false }) {
+  async open({ provider, files = here, keep = false, trial = false }) {
+    const place = runtimeOf(provider); // not what a message says
     if (provider === "webgpu" && !(await navigator.gpu?.requestAdapter())) {
       throw new Error("this browser has no WebGPU device");
     }
-    const place = new URL(runtime, here).href;
     const ort = await import(place).catch((error) => {
       throw new Error(`cannot load onnxruntime-web from ${place} (${error.message}); see the source of the page`);
     });
