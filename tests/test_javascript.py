@@ -147,6 +147,16 @@ def test_the_driver_refuses_what_is_wrong(trained: Trained) -> None:
     assert printed == "71 cases\n"
 
 
+@pytest.mark.slow
+@pytest.mark.javascript
+def test_the_driver_names_what_is_wrong_in_files(tmp_path: Path) -> None:
+    """With its own errors, whatever stands there; the cases are in the script."""
+    net = lenet(channels=(2, 2), hidden=4)
+    model = build_training_model(net, loss="SoftmaxCrossEntropy", optimizer="SGD")
+    export_step(model, tmp_path / "step", web=True)
+    assert node("hostile.mjs", WEB, tmp_path / "step", tmp_path) == "1557 cases at 100 places\n"
+
+
 @pytest.mark.javascript
 def test_pixels_become_tensors(trained: Trained) -> None:
     """Of the layouts and types that the second page takes; the cases are in the script."""
