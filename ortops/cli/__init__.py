@@ -16,6 +16,7 @@ from ortops.cli.standard_streams import (
     flush_streams,
     open_closed_descriptors,
     say,
+    visible_logging,
 )
 
 __all__ = ["main"]
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = argparse.Namespace(given=given, debug=False)
     try:
-        status = _run(options)
+        with visible_logging():
+            status = _run(options)
         flush_streams()
         return status
     except ReaderGoneError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from ortops.errors import OrtopsError
+from ortops.summary import visible
 
 __all__ = [
     "ReaderGoneError",
@@ -22,6 +24,7 @@ __all__ = [
     "print_text",
     "say",
     "standard_input",
+    "visible_logging",
 ]
 
 
@@ -50,7 +53,7 @@ def say(sentence: str) -> None:
     if sys.stderr is None:  # print would use standard output
         return
     try:
-        print(_visible(sentence), file=sys.stderr, flush=True)
+        print(visible(sentence), file=sys.stderr, flush=True)
     except (OSError, ValueError):
         _leave(sys.stderr)
 
@@ -76,7 +79,7 @@ def print_text(text: str) -> None:
     """
     try:
         with _writing() as stream:
-            stream.write(f"{_visible(text)}\n")
+            stream.write(visible(text, "\n\t") + "\n")
     except BrokenPipeError as error:
         raise ReaderGoneError from error
 
@@ -147,9 +150,21 @@ def _leave(stream: TextIO) -> None:
             os.dup2(nowhere.fileno(), number)
 
 
-def _visible(text: str) -> str:
-    """Returns a text with its control characters escaped, which could manipulate a terminal."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]
-        for character in text
-    )
+class _Visible(logging.Formatter):
+    """Writes messages of libraries as `say` does."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record), "\n\t" if record.exc_info else "\t")
+
+
+@contextlib.contextmanager
+def visible_logging() -> Iterator[None]:
+    """Escapes what is logged where no handler is set, by onnx-ir too, until it is left."""
+    handler, before = logging.lastResort, getattr(logging.lastResort, "formatter", None)
+    if handler is not None:
+        handler.setFormatter(_Visible())
+    try:
+        yield
+    finally:
+        if handler is not None:
+            handler.setFormatter(before)
