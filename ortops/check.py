@@ -35,7 +35,7 @@ from ortops.graph.squashing import squashed
 from ortops.losses.compute import default_output
 from ortops.lowering import lower_prepared, prepare
 from ortops.optimizers import SGD, Optimizer, UpdateRule
-from ortops.summary import SHOWN, by_module, by_reason, first, short_shape
+from ortops.summary import SHOWN, by_module, by_reason, first, short_shape, text_of
 from ortops.trainable.metadata import entry_names, training_metadata
 
 __all__ = ["Report", "check", "quiet"]
@@ -148,7 +148,7 @@ class Report:
             lines += [f"problems: {len(self.problems)}", *_some(listed, everything)]
         else:
             lines.append("no problems: ready to train")
-        return "\n".join(lines)
+        return text_of(lines)
 
     def _trained(self, everything: bool) -> list[str]:
         """Returns lines about the parameters."""

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-__all__ = ["SHOWN", "by_module", "by_reason", "first", "short_shape"]
+__all__ = ["SHOWN", "by_module", "by_reason", "first", "short_shape", "text_of", "visible"]
 
 SHOWN = 20
 """How many items of a list are shown."""
@@ -14,6 +14,24 @@ SHOWN = 20
 _LONGEST = 24  # of a dimension
 
 _NUMBERED = re.compile(r"^(onnx::)?\w*?_?\d+$")
+
+
+def visible(text: str, kept: str = "\t") -> str:
+    r"""Returns a text with its control characters escaped, which could manipulate a terminal.
+
+    Example:
+        >>> visible("\x1b[31mred")
+        '\\x1b[31mred'
+    """
+    return "".join(
+        character if character.isprintable() or character in kept else ascii(character)[1:-1]
+        for character in text
+    )
+
+
+def text_of(lines: Iterable[str]) -> str:
+    """Returns lines as text, in which names from files cannot make further lines."""
+    return "\n".join(map(visible, lines))
 
 
 def short_shape(text: str) -> str:

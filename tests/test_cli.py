@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import logging
 import os
 import shlex
 import signal
@@ -18,11 +19,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from training_models import assert_same_arrays
+from training_models import affine, assert_same_arrays
 
 import ortops
 from models import mlp
-from ortops.cli import main
+from ortops.cli import main, standard_streams
 from ortops.cli.calls import read_call
 from ortops.cli.parser import make_parser
 from ortops.cli.streams import print_json
@@ -1133,6 +1134,54 @@ def test_a_terminal_is_shown_no_control_characters(folder, capsys):
     captured = capsys.readouterr()
     assert "\\x1b]0;owned\\x07" in captured.out
     assert not set("\x1b\x07") & set(captured.out + captured.err)
+
+
+def test_names_in_files_forge_no_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In reports, in their text in Python, in errors, and in what libraries log."""
+    forged = "w\nno problems: ready to train\x1b[31m"
+    model = affine()
+    for names in (model.graph.initializer[0], model.graph.node[0]):
+        names.name = names.name and forged
+    node = model.graph.node[0]
+    node.input[1] = forged
+    onnx.save(model, tmp_path / "model.onnx")
+    for command in ("check", "inspect"):
+        assert main([command, str(tmp_path / "model.onnx")]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines.count("no problems: ready to train") <= 1
+        assert not any(line.startswith("no problems: ready to train\\") for line in lines)
+    report = str(ortops.check.check(model))
+    assert "  w\\nno problems: ready to train\\x1b[31m  FLOAT" in report
+    node.input[1] = "nothing\nortops: forged"
+    onnx.save(model, tmp_path / "model.onnx")
+    assert main(["inspect", str(tmp_path / "model.onnx")]) == 1
+    assert "nothing\\nortops: forged" in capsys.readouterr().err
+
+
+def test_what_libraries_log_is_visible(capsys: pytest.CaptureFixture[str]) -> None:
+    with standard_streams.shown_log():
+        record = logging.LogRecord("onnx_ir", 30, "", 0, "name '%s'", ("\x1b[31m\nforged",), None)
+        assert logging.lastResort is not None
+        logging.lastResort.handle(record)
+    logging.lastResort.handle(record)
+    assert capsys.readouterr().err == "name '\\x1b[31m\\nforged'\nname '\x1b[31m\nforged'\n"
+
+
+def test_a_bug_does_not_end_the_report_of_other_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        onnx.save(affine(), tmp_path / f"{name}.onnx")
+
+    def fail_once(*given: object, **more: object) -> object:
+        monkeypatch.undo()
+        raise AssertionError("of ours")
+
+    monkeypatch.setattr("ortops.cli.checking.check_model", fail_once)
+    assert main(["check", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("ortops: AssertionError: of ours; this is a bug in ortops")
+    assert f"{tmp_path / 'b.onnx'}:\nopset 2" in captured.out
 
 
 @pytest.mark.optional("PIL", "images")

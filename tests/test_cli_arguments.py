@@ -112,6 +112,7 @@ PAIRS: dict[str, list[Pair]] = {
     "export": [Pair("--ema", "ortops.cli.exporting:TrainingSession.inference_model", "ema", True)],
     "export-step": [
         Pair("--web", "ortops.cli.exporting:write_step", "web", True),
+        Pair("--runtime lib", "ortops.cli.exporting:write_step", "runtime", "lib"),
         Pair("--entry b", "ortops.cli.exporting:write_step", "entry", "b"),
         Pair("--target webgpu", "ortops.cli.exporting:write_step", "target", "webgpu"),
         Pair("--force", "ortops.cli.exporting:write_step", "overwrite", True),

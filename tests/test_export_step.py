@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -336,6 +337,55 @@ def test_files_of_others_are_not_replaced(tmp_path: Path, name: str, capsys: Any
     assert main([*command, "--force"]) == 0
     assert kept(tmp_path)[name] != b"{}"
     Driver(tmp_path)
+
+
+def policy(page: Path) -> dict[str, str]:
+    """Returns the directives of a page's Content-Security-Policy."""
+    (found,) = re.findall(
+        r'<meta http-equiv="Content-Security-Policy" content="(.*?)">', page.read_text()
+    )
+    return dict(part.strip().split(" ", 1) for part in found.split(";"))
+
+
+def test_pages_run_only_what_was_exported(tmp_path: Path) -> None:
+    """Beside what they get from the place of onnxruntime-web that the export names."""
+    cdn = "https://cdn.jsdelivr.net"
+    model = trainable("affine", optimizer="SGD")
+    for number, (place, trusted) in enumerate(
+        {
+            "..": "",
+            f"{cdn}/npm/onnxruntime-web@1.30.0/dist/": f" {cdn}",
+        }.items()
+    ):
+        folder = tmp_path / str(number)
+        export_step(model, folder, web=True, runtime=place)
+        for name in ("index.html", "classifier.html"):
+            found = policy(folder / name)
+            assert found["default-src"] == "'none'", name
+            assert found["script-src"] == f"'self'{trusted} 'wasm-unsafe-eval'"
+            assert found["worker-src"] == found["connect-src"] == f"'self'{trusted}"
+            text = (folder / name).read_text()
+            assert (
+                re.findall(r"<script(?![^>]* src=)| on\w+=|<style| style=|javascript:", text) == []
+            )
+        (written,) = re.findall(r'PLACE = "(.*)";', (folder / "runtime.mjs").read_text())
+        assert written == (place if place.endswith("/") else f"{place}/")
+
+
+NO_PLACES: list[Any] = [
+    *("", "//evil.example/ort/", "data:text/javascript,1", "javascript:1", "file:///ort/"),
+    *("https://a/?x=", "https://a/#x", "https://user:secret@a/", "https://a b/", "https:///x"),
+    *('./ort/"; evil(); "', "./ort/'", "https://a; script-src *", "./a\\b/", "./ort//", "\n./"),
+    *("blob:http://a/", "https:evil", "./ört/", "https://a:b/", None, 1, b"./ort/", Path("ort")),
+]
+
+
+def test_places_of_the_runtime_are_checked(tmp_path: Path) -> None:
+    with all_violations() as check:
+        for place in NO_PLACES:
+            with check(repr(place)), pytest.raises(ArgumentError, match="runtime must be the add"):
+                export_step(b"no model", tmp_path / "page", web=True, runtime=place)
+    assert not (tmp_path / "page").exists()
 
 
 def test_the_model_is_not_replaced_by_what_is_exported(tmp_path: Path) -> None:

@@ -106,12 +106,30 @@ def test_layouts_and_channels(options: dict[str, Any], convert: Any) -> None:
 
 
 def test_large_folders_are_read_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = image_folder("photos", dtype=np.uint8).images(np.arange(20))
+    held = image_folder("photos", dtype=np.uint8)
+    whole = held.images(np.arange(20))
     for lazy in (image_folder("photos", dtype=np.uint8, check=False),):
         np.testing.assert_array_equal(lazy.images(np.arange(20)), whole)
     monkeypatch.setattr(images_module, "_HELD_BYTES", 100)
     lazy = image_folder("photos", dtype=np.uint8)
     np.testing.assert_array_equal(lazy.images(np.array([7, 2, 7])), whole[[7, 2, 7]])
+    for given in (held, lazy):
+        assert given.images([]).shape == (0, *whole.shape[1:])
+        np.testing.assert_array_equal(given.images([-1, 0]), whole[[-1, 0]])
+        for wrong in (
+            [20],
+            [-21],
+            [0.5],
+            [True],
+            ["0"],
+            20,
+            [[0, 1]],
+            [[0], [1, 2]],
+            [2**70],
+            None,
+        ):
+            with pytest.raises(FeedError, match="images: rows must be a list of integers from 0 t"):
+                given.images(wrong)
 
 
 @pytest.mark.quick(1)

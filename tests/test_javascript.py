@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import subprocess
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,6 +24,7 @@ from training_models import affine, assert_same_arrays
 from models import digits
 from models.lenet import lenet
 from ortops import TrainingSession, build_training_model, export_step
+from ortops.cli import main
 from ortops.graph.safetensors import read_safetensors, write_safetensors
 from ortops.optimizers import Adam8bit
 
@@ -143,6 +147,16 @@ def test_the_driver_refuses_what_is_wrong(trained: Trained) -> None:
     assert printed == "71 cases\n"
 
 
+@pytest.mark.slow
+@pytest.mark.javascript
+def test_the_driver_names_what_is_wrong_in_files(tmp_path: Path) -> None:
+    """With its own errors, whatever stands there; the cases are in the script."""
+    net = lenet(channels=(2, 2), hidden=4)
+    model = build_training_model(net, loss="SoftmaxCrossEntropy", optimizer="SGD")
+    export_step(model, tmp_path / "step", web=True)
+    assert node("hostile.mjs", WEB, tmp_path / "step", tmp_path) == "1557 cases at 100 places\n"
+
+
 @pytest.mark.javascript
 def test_pixels_become_tensors(trained: Trained) -> None:
     """Of the layouts and types that the second page takes; the cases are in the script."""
@@ -224,6 +238,90 @@ def test_webgpu_trains_as_python_does(query: str, small: Trained) -> None:
     assert report["loss"] == pytest.approx(small.evaluation["loss"], rel=1e-3)
     assert report["accuracy"] == pytest.approx(small.evaluation["accuracy"], abs=0.01)
     assert_trained_alike(posted["model.onnx"], small)
+
+
+class _Elsewhere(SimpleHTTPRequestHandler):
+    """Another server, which lets every page read its files."""
+
+    extensions_map = {".mjs": "text/javascript", ".wasm": "application/wasm"}  # noqa: RUF012
+
+    def end_headers(self) -> None:
+        self.send_header("Access-Control-Allow-Origin", "*")
+        self.send_header("Cross-Origin-Resource-Policy", "cross-origin")
+        super().end_headers()
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        super().do_GET()
+
+    def log_message(self, *values: object) -> None:
+        pass
+
+
+@pytest.fixture
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadingHTTPServer]:
+    """A server on another port with onnxruntime-web and code; ``asked`` has what was read."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "ort").symlink_to(WEB / "node_modules" / "onnxruntime-web" / "dist")
+    (folder / "evil.mjs").write_text('new BroadcastChannel("attack").postMessage(import.meta.url)')
+    handler = functools.partial(_Elsewhere, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.asked = []  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """A page that trains three classes of images, with arrays for index.html too."""
+    net = lenet((3, 8, 8), channels=(4, 8), hidden=16, classes=3)
+    model = build_training_model(net, loss="SoftmaxCrossEntropy", optimizer="Adam")
+    export_step(model, tmp_path, web=True)
+    for name, rows in (("train", range(8)), ("test", [8, 9])):
+        write_safetensors(tmp_path / f"{name}.safetensors", colors(rows))
+    return page_of(tmp_path, "attacks.mjs")
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_addresses_of_pages_run_no_code(page: Path, elsewhere: ThreadingHTTPServer) -> None:
+    """Nor do messages to the worker; the addresses are in the script."""
+    shutil.copy(Path(elsewhere.RequestHandlerClass.keywords["directory"], "evil.mjs"), page)  # type: ignore[attr-defined]
+    report, _ = run_page(page, f"test.html?other={elsewhere.server_port}")
+    assert report["ran"] == []
+    assert elsewhere.asked == []  # type: ignore[attr-defined]
+    assert len(report["refused"]) == 48
+    said = (
+        "the address of this page cannot choose onnxruntime-web, ",
+        "provider must be 'wasm' or ",
+    )
+    assert [page for page, text in report["refused"].items() if not text.startswith(said)] == []
+    for page_and_address, text in report["opened"].items():
+        first = page_and_address.startswith("index.html")
+        expected = "24 training rows, 6 test rows, " if first else "Runs on WebAssembly. "
+        assert text.startswith(expected), page_and_address
+    assert report["escapes"] == {"index.html": [], "classifier.html": []}
+    assert report["messages"] == [
+        *("opened", "opened"),  # what the message names is not read
+        "provider must be 'wasm' or 'webgpu', got '../../evil.mjs?'",
+        "provider must be 'wasm' or 'webgpu', got 'wasm'",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_the_export_can_name_another_place(page: Path, elsewhere: ThreadingHTTPServer) -> None:
+    place = f"http://127.0.0.1:{elsewhere.server_port}/ort"
+    (page / "ort").unlink()
+    model = str(page / "model.onnx")
+    assert main(["export-step", model, str(page), "--web", "--runtime", place]) == 0
+    report, _ = run_page(page, f"test.html?other={elsewhere.server_port}")
+    assert "/ort/ort.wasm.min.mjs" in elsewhere.asked  # type: ignore[attr-defined]
+    assert report["opened"]["index.html"].startswith("24 training rows, 6 test rows, ")
+    assert report["opened"]["classifier.html"].startswith("Runs on WebAssembly. ")
+    trusted = {f"{place[:-3]}evil.mjs"}  # which a script of the page itself named
+    assert set(report["ran"]) <= trusted
 
 
 COLORS, IMAGES = ("a red", "b green", "c blue"), 10

@@ -537,6 +537,19 @@ def test_outputs_that_do_not_fit() -> None:
             lambda: EditDistance(input_lengths=[3]),  # type: ignore[arg-type]
             "metric 'edit_distance': input_lengths must be the name of an input, got [3]",
         ),
+        (
+            lambda: EditDistance(padding=True),
+            "metric 'edit_distance': padding must be an integer, got True",
+        ),
+        (
+            lambda: Accuracy(threshold="0.1"),  # type: ignore[arg-type]
+            "metric 'accuracy': threshold must be a finite number, got '0.1'",
+        ),
+        (lambda: F1(positive=True), "metric 'f1': positive must be an integer, got True"),
+        (
+            lambda: F1(threshold=math.nan),
+            "metric 'f1': threshold must be a finite number, got nan",
+        ),
         (lambda: Accuracy(output=3), "metric 'accuracy_3': output must be a name, got 3"),  # type: ignore[arg-type]
         (lambda: Accuracy(axis=0.5), "metric 'accuracy': axis must be an integer, got 0.5"),  # type: ignore[arg-type]
         (

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import fractions
 import functools
+import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from training_models import (
     normalizing,
     softmax_cross_entropy,
 )
+from violations import all_violations
 
 import ortops
 from models import line
@@ -645,12 +650,43 @@ def test_the_learning_rate_counts_at_once_and_is_saved() -> None:
     assert TrainingSession(session.model()).learning_rate == 0.25
 
 
-@pytest.mark.parametrize("value", [-1, np.nan, np.inf, 1e39, "fast", None, [0.1, 0.2]])
-def test_bad_learning_rates(value: Any) -> None:
+BAD_RATES: list[Any] = [
+    *(-1, np.nan, np.inf, 1e39, 10**400, "fast", "0.1", b"0.1", None, [0.1, 0.2], ["0.1"]),
+    *(True, np.True_, np.array(True), np.array("0.1"), 1j, np.ma.masked),
+]
+
+
+def test_bad_learning_rates() -> None:
     session = affine_session(SGD(0.5))
-    with pytest.raises(OrtopsError, match="learning_rate must be a finite number >= 0, got "):
-        session.learning_rate = value
+    ways: dict[str, Callable[[Any], None]] = {
+        "learning_rate": lambda value: setattr(session, "learning_rate", value),
+        "peak_learning_rate": lambda value: setattr(session, "peak_learning_rate", value),
+        "learning_rates": lambda value: session.learning_rates.update(main=value),
+    }
+    with all_violations() as check:
+        for value in BAD_RATES:
+            for name, way in ways.items():
+                expected = pytest.raises(ArgumentError, match="must be a finite number >= 0, got ")
+                with check(f"{name} {value!r:.20}"), expected:
+                    way(value)
     assert session.learning_rate == 0.5
+    for good in (1, np.float32(0.25), np.array(0.25), np.array(1), fractions.Fraction(1, 4)):
+        session.learning_rate = good
+        assert session.learning_rate == float(good)
+
+
+def test_copies_of_the_state_are_dicts_of_arrays() -> None:
+    session = affine_session(SGD(0.5))
+    for given in (session.state, session.constants, session.learning_rates):
+        for way in (copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))):
+            found = way(given)
+            assert type(found) is dict
+            assert found.keys() == given.keys()
+    before = copy.deepcopy(session.state)
+    session.step(affine_batch())
+    assert not np.array_equal(before["w"], session.state["w"])
+    session.state.update(before)
+    assert_same_arrays(dict(session.state), before)
 
 
 def test_without_a_learning_rate() -> None:

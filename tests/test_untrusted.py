@@ -29,7 +29,6 @@ NEEDED = {
 # What the package uses all the same, and why that executes nothing that was read.
 EXCEPTIONS = {
     ("conformance/report.py", "import xml.etree"): "writes a report of JUnit, and reads no XML",
-    ("weights/checkpoints.py", "import pickle"): "the class of an error of torch.load",
     ("functions/pytensor_op.py", "import pickle"): "the class of an error that is raised",
 }
 

@@ -16,6 +16,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from running import run
+from violations import all_violations
 
 import ortops
 from models import mlp
@@ -541,6 +542,94 @@ def test_files_of_torch(tmp_path: Path) -> None:
     path.write_bytes(b"nothing")
     with pytest.raises(ModelError, match=r"x\.pt"):
         match(model, path)
+
+
+def unreadable_tensors() -> dict[str, Any]:
+    """Returns tensors of torch that numpy cannot have, or that ask for more than the file holds."""
+    import torch
+
+    eye = torch.eye(16, 4)
+    return {
+        "sparse": eye.to_sparse(),
+        "csr": eye.to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(eye, 0.1, 0, torch.qint8),
+        "meta": torch.empty(16, 4, device="meta"),
+        "float8": eye.to(torch.float8_e4m3fn),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "complex": eye.to(torch.complex64),
+        "expanded": torch.ones(1).expand(5_000_000_000),
+        "expanded bfloat16": torch.ones(1).bfloat16().expand(10_000_000_000),
+        "expanded without end": torch.ones(1).expand(2**40, 2**20),
+    }
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore::UserWarning")  # such tensors are beta or deprecated
+def test_tensors_of_torch_that_cannot_be_read(tmp_path: Path) -> None:
+    """Nobody asks for them: they are listed. A wanted one is named, in files and in dicts."""
+    import torch
+
+    model = mlp.mlp((4, 16, 2))
+    arrays = arrays_of(model)
+    state = {name: torch.from_numpy(array + 1) for name, array in arrays.items()}
+    state |= {5: torch.ones(3), None: torch.ones(2)}  # nobody can ask for these either
+    path = tmp_path / "x.pt"
+    everything = unreadable_tensors()
+    torch.save(state | {f"other.{kind}": tensor for kind, tensor in everything.items()}, path)
+    for name, array in arrays_of(load(model, path)).items():
+        np.testing.assert_array_equal(array, arrays[name] + 1)
+    listed = match(model, path).unmatched_checkpoint
+    assert listed.keys() == {f"other.{kind}" for kind in everything}
+    with all_violations() as check:
+        for kind, tensor in everything.items():
+            wanted = {name: state[name] for name in arrays} | {"fc1.weight": tensor}
+            torch.save(wanted, path)
+            for source in (path, wanted):
+                for way in (match, load):
+                    with (
+                        check(kind),
+                        pytest.raises(ModelError, match=r"fc1\.weight' cannot be read"),
+                    ):
+                        way(model, source)
+            unneeded = {name: state[name] for name in arrays} | {"other": tensor}
+            with check(kind), pytest.raises(ModelError, match="'other' cannot be read"):
+                save(model, tmp_path / "x.safetensors", like=unneeded)
+            with check(kind), pytest.raises(ModelError, match="'other' cannot be read"):
+                load(model, unneeded, {"other": "fc1.weight"})
+            with check(kind):
+                assert listed[f"other.{kind}"]
+
+
+@pytest.mark.torch
+def test_expanded_tensors_are_read_without_copies(tmp_path: Path) -> None:
+    import torch
+
+    model = mlp.mlp((4, 16, 2))
+    path = tmp_path / "x.pt"
+    for dtype in (torch.float32, torch.bfloat16):
+        row = torch.arange(16, dtype=torch.float32).to(dtype)
+        state = {name: torch.tensor(array) for name, array in arrays_of(model).items()}
+        like = arrays_of(model)["fc1.weight"]
+        shape = (4, 16) if like.shape == (4, 16) else (16, 4)
+        weight = row.expand(4, 16) if shape == (4, 16) else row[:, None].expand(16, 4)
+        torch.save(state | {"fc1.weight": weight, "mask": torch.ones(1).expand(10**8)}, path)
+        found = arrays_of(load(model, path))["fc1.weight"]
+        np.testing.assert_array_equal(found, weight.float().numpy())
+
+
+@pytest.mark.torch
+def test_files_of_torch_that_unpack_to_more_than_they_are(tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"a": torch.zeros(1_000_000)}, tmp_path / "a.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as source,
+        zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    with pytest.raises(ModelError, match=r"b\.pt': .*unpacks to 0\.004 GB"):
+        match(mlp.mlp((4, 2)), tmp_path / "b.pt")
 
 
 @pytest.mark.torch

@@ -61,6 +61,7 @@ def export_step(options: argparse.Namespace) -> int:
         entry=options.entry,
         target=options.target,
         overwrite=options.force,
+        runtime=options.runtime,
     )
     say(f"wrote {options.folder}")
     return 0

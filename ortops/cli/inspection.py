@@ -15,6 +15,7 @@ from ortops.cli.streams import print_json, read_model
 from ortops.errors import OrtopsError
 from ortops.execution.providers import CPU
 from ortops.lowering import TRAINING_DOMAIN
+from ortops.summary import text_of
 from ortops.trainable.metadata import entry_names, training_metadata
 from ortops.training.session import TrainingSession
 
@@ -27,7 +28,7 @@ def inspect(options: argparse.Namespace) -> int:
     if options.json:
         print_json(found)
     else:
-        print_text("\n".join(_lines(found)))
+        print_text(text_of(_lines(found)))
     return 0
 
 

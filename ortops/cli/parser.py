@@ -478,7 +478,13 @@ def _add_export_step(command: _Command) -> None:
     add = parser.add_argument
     add("model", help="a trainable file, or - for standard input")
     add("folder", help="the output folder; created if it does not exist")
-    add("--web", action="store_true", help="also write a JavaScript driver and a web page")
+    add("--web", action="store_true", help="also write a JavaScript driver and web pages")
+    add(
+        "--runtime",
+        default="./ort/",
+        metavar="URL",
+        help="the folder from which the pages load onnxruntime-web (default: ort, beside them)",
+    )
     add(
         "--entry",
         type=_entry,

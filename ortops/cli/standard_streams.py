@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from ortops.errors import OrtopsError
+from ortops.summary import visible
 
 __all__ = [
     "ReaderGoneError",
@@ -47,12 +48,17 @@ def open_closed_descriptors() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def say(sentence: str) -> None:
-    """Prints a message on standard error; continues if that is impossible."""
+def say(sentence: str, kept: str = "\t") -> None:
+    """Prints a message on standard error; continues if that is impossible.
+
+    Args:
+        sentence: The message.
+        kept: The control characters that are not escaped.
+    """
     if sys.stderr is None:  # print would use standard output
         return
     try:
-        print(_visible(sentence), file=sys.stderr, flush=True)
+        print(visible(sentence, kept), file=sys.stderr, flush=True)
     except (OSError, ValueError):
         _leave(sys.stderr)
 
@@ -61,18 +67,20 @@ class _Log(logging.Handler):
     """Prints messages on standard error, as `say` does."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
+        say(self.format(record), "\n\t" if record.exc_info else "\t")
 
 
 @contextlib.contextmanager
 def shown_log() -> Iterator[None]:
-    """Shows what ortops logs. A command that shows details lowers the level of the logger."""
+    """Shows what is logged: warnings of libraries, and what the level of ortops lets through."""
     logger, handler = logging.getLogger("ortops"), _Log()
-    level = logger.level
+    level, before = logger.level, logging.lastResort
     logger.addHandler(handler)
+    logging.lastResort = _Log(logging.WARNING)  # where no handler is set, as for onnx-ir
     try:
         yield
     finally:
+        logging.lastResort = before
         logger.removeHandler(handler)
         logger.setLevel(level)
 
@@ -98,7 +106,7 @@ def print_text(text: str) -> None:
     """
     try:
         with _writing() as stream:
-            stream.write(f"{_visible(text)}\n")
+            stream.write(visible(text, "\n\t") + "\n")
     except BrokenPipeError as error:
         raise ReaderGoneError from error
 
@@ -167,11 +175,3 @@ def _leave(stream: TextIO) -> None:
         number = stream.fileno()
         with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), number)
-
-
-def _visible(text: str) -> str:
-    """Returns a text with its control characters escaped, which could manipulate a terminal."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]
-        for character in text
-    )

@@ -70,6 +70,9 @@ class ImageFolder(RowData):
 
         Args:
             rows: Their numbers.
+
+        Raises:
+            FeedError: If there are no such rows, or a file cannot be read.
         """
         return self._rows.images(rows)
 

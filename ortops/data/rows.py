@@ -83,8 +83,26 @@ class ImageRows(RowData):
         return int(self._images.shape[0])
 
     def images(self, rows: npt.NDArray[np.integer[Any]]) -> Array:
-        """Returns the images of some rows, without augmentation."""
-        found: Array = self._images[rows]
+        """Returns the images of some rows, without augmentation.
+
+        Raises:
+            FeedError: If there are no such rows.
+        """
+        try:
+            numbers = np.asarray(rows)
+        except (ValueError, OverflowError):  # lists of several lengths
+            numbers = np.empty(())
+        fits = not numbers.size or numbers.dtype.kind in "iu"
+        if (
+            numbers.ndim != 1
+            or not fits
+            or not np.isin(numbers, range(-len(self), len(self))).all()
+        ):
+            raise FeedError(
+                f"images: rows must be a list of integers from 0 to {len(self) - 1}, got "
+                f"{rows!r:.80}"
+            )
+        found: Array = self._images[numbers.astype(np.int64)]
         return found
 
     def part(self, begin: int, end: int) -> ImageRows:

@@ -39,7 +39,8 @@ class Limits:
             training_info entry. A graph that could take long runs in a child process, which is
             terminated after that time. With ``math.inf``, all graphs run in this process.
         initialization_bytes: The size in bytes of a tensor in an initialization graph, unless one
-            of the variables that the graph sets is larger.
+            of the variables that the graph sets is larger; and of a tensor in a checkpoint of
+            PyTorch that is expanded, unless the file has as much.
         initialization_memory: The total memory in bytes of an initialization graph, or eight times
             the size of its variables if that is more. Child processes are limited on Linux only.
         text_seconds: The time limit in seconds for reading a tokenizer, encoding a text, or

@@ -17,7 +17,7 @@ from ortops.graph.edit import all_nodes, inner_graphs
 from ortops.graph.files.external import external_to_inputs, move_aside
 from ortops.graph.files.serialization import is_map
 from ortops.graph.pooling import is_miscounted, without_ceil_mode
-from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
+from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op, shape_of
 
 __all__ = [
     "expand_like",
@@ -243,6 +243,9 @@ def infer_shapes(model: ir.Model) -> None:
         if node.domain == _ML and node.op_type in _OF_MAPS:
             unknown[node] = (_ML, node.op_type)
             node.op_type = "Hidden"
+        if (node.domain, node.op_type) == ("", "Slice") and _may_go_backwards(node):
+            unknown[node] = ("", "Slice")  # onnx aborts the process where the axis is empty
+            node.op_type = "Hidden"
     try:
         _infer_with_pools(model)
     finally:
@@ -384,6 +387,16 @@ def _remove_element_symbols(graph: ir.Graph) -> None:
     for value in values if elements else ():
         if value.shape is not None and any(str(dim) in elements for dim in value.shape):
             value.shape = ir.Shape([None if str(d) in elements else d for d in value.shape])
+
+
+def _may_go_backwards(node: ir.Node) -> bool:
+    steps = node.inputs[4] if len(node.inputs) > 4 else None
+    if steps is None:
+        return False
+    known = None
+    with contextlib.suppress(ModelError):  # of a Constant with a wrong attribute
+        known = constant_tensor(steps)
+    return known is None or known.size > 8 or bool((known.numpy() < 0).any())
 
 
 def _infer_rest(graph: ir.Graph, tape: Tape) -> None:

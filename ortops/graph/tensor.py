@@ -483,6 +483,10 @@ class Tape:
         if any(value is not None and value.name and value.type is None for value in node.inputs):
             _infer_types(node, schema)
             return
+        first = node.inputs[0].shape if op_type == "Slice" and node.inputs[0] else None
+        if first is not None and any(isinstance(dim, int) and dim < 1 for dim in first):
+            _infer_types(node, schema)  # onnx aborts the process where steps are negative
+            return
         key = _inference_key(node, self.graph.opset_imports)
         found = None if key is None else _inferred.get(key)
         if found is None:

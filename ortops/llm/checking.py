@@ -23,6 +23,7 @@ from ortops.lora.addition import adapted, read_base
 from ortops.lora.targets import chosen
 from ortops.losses import NextToken
 from ortops.lowering import to_proto
+from ortops.summary import text_of
 
 __all__ = ["Report", "check_folder", "is_language_model"]
 
@@ -83,7 +84,7 @@ class Report:
             lines += [f"problems: {len(self.problems)}", *(f"  {each}" for each in self.problems)]
         else:
             lines.append("no problems: ready for ortops tune")
-        return "\n".join(lines)
+        return text_of(lines)
 
 
 def is_language_model(folder: str | os.PathLike[str]) -> bool:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import choice, whole_number
+from ortops.arguments import choice, number, whole_number
 from ortops.metrics.metric import (
     Array,
     Mean,
@@ -53,6 +53,12 @@ class Accuracy(Mean):
 
     _: KW_ONLY
     threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        super().__post_init__()
+        if self.threshold is not None:
+            number(self.named("threshold"), self.threshold)
 
     def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
@@ -156,6 +162,9 @@ class PerClass(StreamingMetric):
         if self.average is not None:
             averages = ("binary", "macro", "weighted", "micro")
             choice(self.named("average"), self.average, averages)
+        whole_number(self.named("positive"), self.positive)
+        if self.threshold is not None:
+            number(self.named("threshold"), self.threshold)
 
     def reset(self) -> None:
         """See `StreamingMetric`."""

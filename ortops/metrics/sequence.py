@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ortops.arguments import text
+from ortops.arguments import text, whole_number
 from ortops.metrics.metric import (
     Array,
     Mean,
@@ -104,6 +104,9 @@ class EditDistance(StreamingMetric):
         for argument in ("input_lengths", "target_lengths"):
             if getattr(self, argument) is not None:
                 text(self.named(argument), getattr(self, argument), "the name of an input")
+        for argument in ("blank", "padding"):
+            if getattr(self, argument) is not None:
+                whole_number(self.named(argument), getattr(self, argument))
 
     @property
     def inputs(self) -> Mapping[str, str]:

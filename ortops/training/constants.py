@@ -47,6 +47,10 @@ class Constants(MutableMapping[str, Array]):
                 return loaded.execution.present(name).copy()
             return np.array(loaded.light.array_of(tensors[name]))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies and pickles plain dicts of arrays, which keep their values."""
+        return dict, (dict(self),)
+
     def __setitem__(self, name: str, array: npt.ArrayLike) -> None:
         self.assign({name: array})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from importlib import resources
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from ortops.errors import ModelError, OrtopsError
+from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.execution.step import Step
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -45,8 +46,10 @@ FORMAT, VERSION = "ortops.step", 1
 _DESCRIPTION = "step.json"
 _WEB_FILES = (
     *("ortops.mjs", "ortops.d.mts", "worker.mjs", "images.mjs", "common.mjs", "style.css"),
-    *("index.html", "classifier.html", "classifier.mjs"),
+    *("index.html", "index.mjs", "classifier.html", "classifier.mjs", "runtime.mjs"),
 )
+_PLACE = re.compile(r"(?:(https?://[\w.-]+(?::\d+)?)/|\.{0,2}/)?(?:[\w.~%@+-]+/)*", re.ASCII)
+"""An address of a folder, without what could end a string or a directive of the pages."""
 
 
 @convert.blame_model
@@ -58,6 +61,7 @@ def export_step(
     entry: int | str = 0,
     target: Target | None = None,
     overwrite: bool = False,
+    runtime: str = "./ort/",
 ) -> None:
     """Writes a training step for a program in any language that has onnxruntime.
 
@@ -107,8 +111,11 @@ def export_step(
         target: What the step is lowered for (see `ortops.step_graph`).
         overwrite: Whether to replace also files with these names that no export wrote, or that were
             changed since.
+        runtime: The folder from which the pages load onnxruntime-web: its address relative to
+            theirs, or one of another server (``https://…``), which the pages then trust.
 
     Raises:
+        ArgumentError: If ``runtime`` is no such address.
         ModelError: If the model is not trainable, not legal, or of 2 GB or more.
         OrtopsError: If the folder has such a file, and ``overwrite`` is False.
         OSError: If a file cannot be written.
@@ -130,6 +137,9 @@ def export_step(
         >>> [feed["name"] for feed in step["step"]["feeds"]], step["variables"]["w"]["next"]
         (['x', 'targets'], 'w_new')
     """
+    source = resources.files("ortops") / "web"
+    page = {name: (source / name).read_bytes() for name in (_WEB_FILES if web else ())}
+    _name_runtime(page, runtime)
     light = convert.load_light(model)
     proto = light.proto
     entry = entry_number(proto, entry)
@@ -148,8 +158,6 @@ def export_step(
         "evaluate.onnx": to_proto(evaluation.step.model).SerializeToString(),
         "state.safetensors": dump_safetensors(arrays),
     }
-    source = resources.files("ortops") / "web"
-    page = {name: (source / name).read_bytes() for name in (_WEB_FILES if web else ())}
     spans = byte_spans(files["model.onnx"])
     graph_names = {tensor.name for tensor in proto.graph.initializer}
     described = {
@@ -184,6 +192,22 @@ def export_step(
     if not overwrite:
         _refuse_others(where, files)
     write_together(where, files)
+
+
+def _name_runtime(page: dict[str, bytes], place: str) -> None:
+    """Writes where onnxruntime-web is into the pages, which load code from nowhere else."""
+    folder = place if str(place).endswith("/") else f"{place}/"
+    found = _PLACE.fullmatch(folder) if isinstance(place, str) and place else None
+    if found is None:
+        raise ArgumentError(
+            "runtime must be the address of a folder, relative or with http(s) and without query, "
+            f"such as 'https://cdn.jsdelivr.net/npm/onnxruntime-web@1.30.0/dist/', got {place!r}"
+        )
+    for name, content in page.items():
+        page[name] = content.replace(b'PLACE = "./ort/"', f'PLACE = "{folder}"'.encode())
+        if found[1] and name.endswith(".html"):
+            trusted = rb"\g<0> " + found[1].encode()
+            page[name] = re.sub(rb"(?:script|worker|connect)-src 'self'", trusted, content)
 
 
 def _refuse_others(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import initializers
 from ortops.graph.row_axes import row_axes_of_model
+from ortops.numbers import plain
 from ortops.passes.rematerialization import Checkpoint
 from ortops.trainable.initialization import initial_values
 from ortops.trainable.metadata import (
@@ -537,14 +539,12 @@ class LoadedModel:
 
     def set_learning_rate(self, value: float, factor: float = 1.0) -> None:
         """Sets the learning rate of the first entry, which a schedule multiplies by a factor."""
-        try:
-            accepted = 0 <= float(value) / factor <= float(np.finfo(np.float32).max)
-        except (TypeError, ValueError, OverflowError):
-            accepted = False
-        if not accepted:
-            raise ArgumentError(f"learning_rate must be a finite number >= 0, got {value!r}")
+        kind = str(getattr(value, "dtype", type(value).__name__))
+        rate = math.nan if kind.endswith("bool") else plain(value)
+        if rate is None or not 0 <= rate / factor <= float(np.finfo(np.float32).max):
+            raise ArgumentError(f"learning_rate must be a finite number >= 0, got {value!r:.80}")
         for name in self.learning_rates():
-            self.state[name] = np.asarray(float(value) / factor, self.state[name].dtype)
+            self.state[name] = np.asarray(rate / factor, self.state[name].dtype)
 
     def learning_rates(self) -> list[str]:
         """Returns the variables that hold a learning rate of the first entry.

@@ -30,6 +30,8 @@ Array: TypeAlias = npt.NDArray[Any]
 class State(MutableMapping[str, Array]):
     """The variables of a session by name. Reading returns copies, setting checks the values.
 
+    A copy or pickle of it (`copy.deepcopy`) is a dict of arrays.
+
     Args:
         execution: Holds the variables.
         lock: Held while they are read.
@@ -77,6 +79,10 @@ class State(MutableMapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._execution.variables) - len(self._hidden)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies and pickles plain dicts of arrays, which keep their values."""
+        return dict, (dict(self),)
 
     def __repr__(self) -> str:
         shapes = ", ".join(

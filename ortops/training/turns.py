@@ -62,6 +62,10 @@ class LearningRates(MutableMapping[str, float]):
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies and pickles plain dicts of numbers, which keep their values."""
+        return dict, (dict(self),)
+
     def __repr__(self) -> str:
         known: dict[str, float] = {}
         for name, session in self._sessions.items():

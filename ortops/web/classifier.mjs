@@ -1,5 +1,5 @@
 // The page classifier.html: a model, images by class, and what becomes of them.
-import { countIn, find, numberIn, percent, prepareTraining, query, runtimeOf, say, showScores, shown } from "./common.mjs";
+import { countIn, find, numberIn, percent, prepareTraining, providerOf, query, say, showScores, shown } from "./common.mjs";
 
 const FILES = ["step.json", "step.onnx", "evaluate.onnx", "state.safetensors", "model.onnx"];
 const PROVIDERS = { webgpu: "WebGPU", wasm: "WebAssembly" };
@@ -47,7 +47,7 @@ async function openStep({ keep = false } = {}) {
   let reason = "";
   const open = async (name) => {
     say(`Opening the model on ${PROVIDERS[name]} …`);
-    opened = await call("open", { provider: name, runtime: runtimeOf(name), files, keep, trial: true });
+    opened = await call("open", { provider: name, files, keep, trial: true });
     inputs = await call("inputs");
     if (!keep) showPreprocessing();
     sent = "";
@@ -403,7 +403,7 @@ function takesDrops(target, take) {
 /** Chooses WebGPU for a step that was exported for it. */
 function suggestProvider(description) {
   const isForGpu = navigator.gpu && /"target":\s*"webgpu"/.test(description);
-  find("provider").value = query.get("provider") ?? (isForGpu ? "webgpu" : "wasm");
+  find("provider").value = providerOf(isForGpu ? "webgpu" : "wasm");
 }
 
 async function chooseStep(found) {

@@ -1,4 +1,5 @@
 // What the pages have in common: messages, fields, the Worker, the curve and the buttons that train.
+import { runtimeOf } from "./runtime.mjs";
 
 export const query = new URLSearchParams(location.search);
 export const find = (id) => document.getElementById(id);
@@ -34,9 +35,19 @@ export function numberIn(id, name, condition, fits) {
 export const countIn = (id, name) =>
   numberIn(id, name, "an integer >= 1", (value) => Number.isInteger(value) && value >= 1);
 
-/** Where onnxruntime-web is. */
-export const runtimeOf = (provider) =>
-  query.get("ort") ?? `./ort/ort.${provider === "webgpu" ? "webgpu" : "wasm"}.min.mjs`;
+/** Returns the provider in the page's address, or the suggested one. The address cannot choose code. */
+export function providerOf(suggested) {
+  const provider = query.get("provider") ?? suggested;
+  const module = runtimeOf(provider);
+  const link = document.createElement("a"); // resolves an address, and never throws
+  for (const asked of query.getAll("ort")) {
+    link.href = asked;
+    if (link.href !== module) {
+      throw new Error(`the address of this page cannot choose onnxruntime-web, got ort=${asked}; export with --runtime PLACE`);
+    }
+  }
+  return provider;
+}
 
 /** Starts worker.mjs, and returns what calls it; `onProgress` receives what it reports in between. */
 export function startWorker(onProgress) {

@@ -9,7 +9,7 @@ const AT_ONCE = 16; // images that are decoded at the same time
  * @param about The content of step.json.
  * @returns `{image, target, layout, batch, channels, height, width}`; what the model leaves open is null.
  */
-export function inputsOf({ step: { feeds }, evaluate: { predict } }) {
+export function inputsOf({ step: { feeds }, evaluate: { predict = [] } }) {
   const images = feeds.filter(({ name }) => predict.includes(name));
   const targets = feeds.filter(({ name }) => !predict.includes(name));
   const [image] = images;

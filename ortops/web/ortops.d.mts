@@ -180,12 +180,13 @@ export class TrainingSession {
 }
 
 /**
- * Reads a safetensors file: arrays by name.
+ * Reads a safetensors file: arrays by name. `source` names the file in messages.
  *
  * @throws ArgumentError for other arguments; ModelError if the file is not valid.
  */
 export function readSafetensors(
   file: Uint8Array | ArrayBuffer,
+  source?: string,
 ): Record<string, { type: string; dims: number[]; data: any }>;
 
 /**

@@ -4,8 +4,11 @@
 const FORMAT = "ortops.step";
 const VERSION = 1;
 const OPTIONS = ["gpuState", "stopOnNan", "sessionOptions"];
+const FILES = ["step.onnx", "evaluate.onnx", "state.safetensors", "model.onnx"];
 
+// Tables that are asked for names in files have no prototype, which has names, too.
 const ARRAYS = {
+  __proto__: null,
   bool: Uint8Array,
   float16: globalThis.Float16Array ?? Uint16Array,
   float32: Float32Array,
@@ -20,14 +23,19 @@ const ARRAYS = {
   uint64: BigUint64Array,
 };
 const SAFETENSORS = {
+  __proto__: null,
   bool: "BOOL", float16: "F16", float32: "F32", float64: "F64",
   int8: "I8", int16: "I16", int32: "I32", int64: "I64",
   uint8: "U8", uint16: "U16", uint32: "U32", uint64: "U64",
 };
-const TYPES = Object.fromEntries(Object.entries(SAFETENSORS).map(([type, name]) => [name, type]));
+const TYPES = { __proto__: null, ...Object.fromEntries(Object.entries(SAFETENSORS).map(([type, name]) => [name, type])) };
 
 /** Base class of the errors of this driver. */
 export class OrtopsError extends Error {
+  constructor(message, options) {
+    super(message.replace(/[\p{C}\u2028\u2029]/gu, escape), options); // text of files may drive terminals
+  }
+
   get name() {
     return this.constructor.errorName; // minifiers rename classes
   }
@@ -65,6 +73,7 @@ export class StateError extends OrtopsError {
   static errorName = "StateError";
 }
 
+const escape = (character) => `\\u{${character.codePointAt().toString(16)}}`;
 const count = (dims) => dims.reduce((product, dim) => product * dim, 1);
 const bytesOf = (array) => new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
 
@@ -95,15 +104,11 @@ export class TrainingSession {
     const about = parse("step.json", await read(source, "step.json"));
     if (about?.format !== FORMAT || about.version !== VERSION) {
       throw new ModelError(
-        `step.json: the format must be '${FORMAT}', version ${VERSION}, got '${about?.format}', ` +
-          `version ${about?.version}; export the step with the version of ortops that this driver is from`,
+        `step.json: the format must be '${FORMAT}', version ${VERSION}, got ${shown(about?.format)}, ` +
+          `version ${shown(about?.version)}; export the step with the version of ortops that this driver is from`,
       );
     }
-    for (const part of ["files", "step", "evaluate", "learning_rates", "variables"]) {
-      if (typeof about[part] !== "object") {
-        throw new ModelError(`step.json: '${part}' is missing; export the step again`);
-      }
-    }
+    DESCRIPTION(about, "step.json:");
     const files = {};
     for (const [name, { bytes, crc32 }] of Object.entries(about.files)) {
       files[name] = await read(source, name);
@@ -122,15 +127,20 @@ export class TrainingSession {
         );
       }
     }
+    checkPlaces(about, files["model.onnx"].length);
     const session = new TrainingSession();
     session.#ort = ort;
     session.#about = about;
     session.#files = files;
     session.#options = sessionOptions;
     session.#stopOnNan = stopOnNan;
-    session.#state = session.#tensors(readSafetensors(files["state.safetensors"]));
+    session.#state = session.#tensors(readSafetensors(files["state.safetensors"], "state.safetensors"));
     const places = gpuState ? { preferredOutputLocation: session.#locations() } : {};
     session.#step = await ort.InferenceSession.create(files["step.onnx"], { ...sessionOptions, ...places });
+    checkNames(session.#step, "step.onnx", about.step.feeds, about.variables, [
+      ["step.loss", about.step.loss], ...about.step.outputs.map((name) => ["step.outputs", name]),
+      ...Object.entries(about.variables).map(([name, { next }]) => [`variables.${name}.next`, next]),
+    ]);
     delete files["step.onnx"]; // not read again
     delete files["state.safetensors"];
     return session;
@@ -375,6 +385,11 @@ export class TrainingSession {
     if (this.#evaluate === null) {
       const file = this.#files["evaluate.onnx"];
       this.#evaluate = await this.#ort.InferenceSession.create(file, this.#options);
+      const { feeds, outputs, losses } = this.#about.evaluate;
+      checkNames(this.#evaluate, "evaluate.onnx", feeds, this.#about.variables, [
+        ...Object.entries(outputs).map(([name, output]) => [`evaluate.outputs.${name}`, output]),
+        ...losses.map(({ name }) => ["evaluate.losses", name]),
+      ]);
       delete this.#files["evaluate.onnx"]; // not read again
     }
     const found = await this.#evaluate.run(inputsOf(this.#evaluate));
@@ -602,15 +617,24 @@ async function read(source, file) {
     const content = source[file];
     if (content === undefined) throw new ModelError(`${file} is missing among the given files`);
     if (typeof content === "string") return new TextEncoder().encode(content);
+    if (!(content instanceof ArrayBuffer) && !ArrayBuffer.isView(content)) {
+      throw new ModelError(`${file} must be text or bytes, got ${shown(content)}`);
+    }
     return content instanceof ArrayBuffer ? new Uint8Array(content) : bytesOf(content);
   }
   const folder = String(source).replace(/\/?$/, "/");
   const isRemote = /^(https?|blob|data):/.test(folder);
   if (globalThis.process?.versions?.node && !isRemote) {
     const name = "node:fs/promises"; // not a literal, so that bundlers for pages leave it alone
-    const { readFile } = await import(/* webpackIgnore: true */ /* @vite-ignore */ name);
-    const path = folder.startsWith("file:") ? new URL(file, folder) : folder + file;
-    return bytesOf(await readFile(path).catch(unreadable(path)));
+    const { readFile, realpath, stat } = await import(/* webpackIgnore: true */ /* @vite-ignore */ name);
+    const [parent, path] = folder.startsWith("file:") ? [new URL(folder), new URL(file, folder)] : [folder, folder + file];
+    const real = await realpath(path).catch(unreadable(path));
+    const above = (await realpath(parent)).replace(/[\\/]$/, "");
+    const isInside = real.startsWith(above) && /[\\/]/.test(real[above.length]);
+    if (!isInside || !(await stat(real)).isFile()) {
+      throw new ModelError(`${path} must be a file of the folder, not a link that leads out or a pipe; copy it there`);
+    }
+    return bytesOf(await readFile(real).catch(unreadable(path)));
   }
   const response = await fetch(folder + file).catch(unreadable(folder + file));
   if (!response.ok) throw new ModelError(`${folder}${file}: ${response.status} ${response.statusText}`);
@@ -623,29 +647,147 @@ const unreadable = (place) => (error) => {
 
 function parse(name, bytes) {
   try {
-    return JSON.parse(new TextDecoder().decode(bytes));
+    return JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(bytes));
   } catch (error) {
     throw new ModelError(`${name} is not JSON (${error.message})`, { cause: error });
   }
 }
 
-/** Reads a safetensors file: {type, dims, data} by name. */
-export function readSafetensors(file) {
+// ---------------------------------------------------------------------------------- forms of JSON
+
+/** What a message says of a value in a file. */
+function shown(value) {
+  if (typeof value === "string") return `'${value.slice(0, 80)}'`;
+  if (typeof value !== "object" || value === null) return String(value);
+  return Array.isArray(value) ? "an array" : "an object";
+}
+
+/** A form is a function (value, place) that raises a ModelError unless the value has the form. */
+const form = (what, fits) => (value, place) => {
+  if (!fits(value)) throw new ModelError(`${place} must be ${what}, got ${shown(value)}; export or write it again`);
+};
+const isCount = (value) => Number.isSafeInteger(value) && value >= 0;
+const isName = (value) => typeof value === "string" && value !== "__proto__"; // which objects cannot hold as others
+const OBJECT = form("an object", (value) => typeof value === "object" && value !== null && !Array.isArray(value));
+const ARRAY = form("an array", Array.isArray);
+const COUNT = form("an integer >= 0", isCount);
+const NUMBER = form("a finite number", Number.isFinite);
+const BOOL = form("true or false", (value) => typeof value === "boolean");
+const TEXT = form("text", (value) => typeof value === "string");
+const NAME = form("text", isName);
+const DIMENSION = form("an integer >= 0, text or null", (value) => value === null || isName(value) || isCount(value));
+const optional = (of) => (value, place) => value === undefined || of(value, place);
+const orNull = (of) => (value, place) => value === null || of(value, place);
+const within = (place, name) => (place.endsWith(":") ? `${place} ${name}` : `${place}.${name}`);
+const list = (of) => (value, place) => {
+  ARRAY(value, place);
+  value.forEach((one, at) => of(one, within(place, at)));
+};
+const map = (of) => (value, place) => {
+  OBJECT(value, place);
+  for (const [name, one] of Object.entries(value)) {
+    NAME(name, `${place}: a name`);
+    of(one, within(place, name));
+  }
+};
+const record = (fields) => (value, place) => {
+  OBJECT(value, place);
+  for (const [name, of] of Object.entries(fields)) of(Object.hasOwn(value, name) ? value[name] : undefined, within(place, name));
+};
+const fixed = (length, what) => (value, place) => {
+  list(COUNT)(value, place);
+  form(what, () => value.length === length)(value, place);
+};
+
+const FEED = record({
+  name: NAME, type: TEXT, shape: orNull(list(DIMENSION)),
+  labels: optional(list(record({ classes: orNull(COUNT), ignored: orNull(NUMBER) }))),
+});
+const DESCRIPTION = record({
+  files: (value, place) => {
+    OBJECT(value, place);
+    const names = [...FILES, ...Object.keys(value)];
+    const other = names.find((name) => !FILES.includes(name) || !Object.hasOwn(value, name));
+    if (other !== undefined) form(FILES.join(", "), () => false)(other, place);
+    map(record({ bytes: COUNT, crc32: COUNT }))(value, place);
+  },
+  step: record({ feeds: list(FEED), outputs: list(NAME), loss: orNull(NAME) }),
+  evaluate: record({
+    feeds: list(FEED), predict: optional(list(NAME)), outputs: map(NAME),
+    losses: list(record({ name: NAME, weight: NUMBER })),
+  }),
+  learning_rates: list(NAME),
+  variables: map(record({
+    type: TEXT, shape: list(COUNT), next: orNull(NAME), role: TEXT, of: optional(NAME),
+    places: list(fixed(2, "[offset, length]")),
+  })),
+});
+
+const TENSOR = record({
+  dtype: form(`one of ${Object.keys(TYPES).join(", ")}`, (value) => typeof value === "string" && value in TYPES),
+  shape: list(COUNT),
+  data_offsets: fixed(2, "[begin, end]"),
+});
+
+/** Refuses places in model.onnx that are not there, or of several variables, and rates that are no numbers. */
+function checkPlaces({ variables, learning_rates: rates }, length) {
+  const spans = [];
+  for (const [name, { type, shape, places }] of Object.entries(variables)) {
+    const bytes = count(shape) * ARRAYS[type].BYTES_PER_ELEMENT;
+    const wrong = places.find(([offset, size]) => size !== bytes || offset + size > length);
+    if (wrong) form(`[offset, ${bytes}] within model.onnx`, () => false)(`[${wrong}]`, `step.json: variables.${name}.places`);
+    spans.push(...places.filter(([, size]) => size));
+  }
+  spans.sort(([a], [b]) => a - b);
+  if (spans.some(([offset, size], at) => at + 1 < spans.length && offset + size > spans[at + 1][0])) {
+    throw new ModelError("step.json: places of variables must not overlap; export the step again");
+  }
+  for (const name of rates) {
+    const fits = Object.hasOwn(variables, name) && count(variables[name].shape) === 1 && variables[name].type.startsWith("float");
+    form("numbers among the variables", () => fits)(name, "step.json: learning_rates");
+  }
+}
+
+/** Refuses a description that names other inputs and outputs than a graph has. */
+function checkNames({ inputNames, outputNames, inputMetadata = [] }, file, feeds, variables, outputs) {
+  const place = `step.json: ${file.split(".")[0]}.feeds`;
+  const described = new Set(feeds.map(({ name }) => name));
+  const missing = inputNames.find((name) => !described.has(name) && !Object.hasOwn(variables, name));
+  if (missing !== undefined) throw new ModelError(`${place} must contain '${missing}', an input of ${file}; export the step again`);
+  for (const { name } of feeds) form(`an input of ${file}`, () => inputNames.includes(name))(name, place);
+  const isOther = ({ name, type, shape }) => { // onnxruntime-web before 1.23 does not say what inputs are
+    const known = inputMetadata.find((input) => input.name === name);
+    return known?.isTensor && (known.type !== type || (shape !== null && known.shape.length !== shape.length));
+  };
+  const other = [...feeds, ...Object.entries(variables).map(([name, described]) => ({ ...described, name }))].find(isOther);
+  if (other) throw new ModelError(`step.json: '${other.name}' has another type or rank in ${file}; export the step again`);
+  for (const [where, name] of outputs) {
+    orNull(form(`an output of ${file}`, (value) => outputNames.includes(value)))(name, `step.json: ${where}`);
+  }
+}
+
+/** Reads a safetensors file: {type, dims, data} by name; `source` names it in messages. */
+export function readSafetensors(file, source = "safetensors") {
   if (!(file instanceof ArrayBuffer) && !ArrayBuffer.isView(file)) {
     throw new ArgumentError(`readSafetensors: file must be an ArrayBuffer or a Uint8Array, got ${file}`);
   }
   const bytes = file instanceof ArrayBuffer ? new Uint8Array(file) : bytesOf(file);
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   const begin = 8 + (bytes.length < 8 ? NaN : Number(view.getBigUint64(0, true)));
-  if (!(begin <= bytes.length)) throw new ModelError("safetensors: the header is longer than the file");
-  const header = parse("safetensors: the header", bytes.subarray(8, begin));
+  if (!(begin <= bytes.length)) throw new ModelError(`${source}: the header is longer than the file`);
+  const header = parse(`${source}: the header`, bytes.subarray(8, begin));
+  OBJECT(header, `${source}: the header`);
   delete header.__metadata__;
+  map(TENSOR)(header, `${source}:`);
+  const spans = Object.values(header).map(({ data_offsets: span }) => span).sort(([a, b], [c, d]) => a - c || b - d);
+  if (`${[0, ...spans.map(([, to]) => to)]}` !== `${[...spans.map(([from]) => from), bytes.length - begin]}`) {
+    throw new ModelError(`${source}: data_offsets must cover the data without gaps and overlaps; write the file again`);
+  }
   const entries = Object.entries(header).map(([name, { dtype, shape, data_offsets: [from, to] }]) => {
     const type = TYPES[dtype];
-    if (type === undefined) throw new ModelError(`safetensors: '${name}' has the unknown type ${dtype}`);
     const content = bytes.slice(begin + from, begin + to); // a copy, because typed arrays need alignment
     if (content.length !== count(shape) * ARRAYS[type].BYTES_PER_ELEMENT) {
-      throw new ModelError(`safetensors: '${name}' has ${content.length} bytes, which do not match ${type}[${shape}]`);
+      throw new ModelError(`${source}: '${name}' has ${content.length} bytes, which do not match ${type}[${shape}]`);
     }
     return [name, { type, dims: shape, data: new ARRAYS[type](content.buffer) }];
   });

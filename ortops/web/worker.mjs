@@ -5,6 +5,7 @@
 // {losses, milliseconds} in between.
 import { TrainingSession, readSafetensors } from "./ortops.mjs";
 import { Images, inputsOf } from "./images.mjs";
+import { runtimeOf } from "./runtime.mjs";
 
 const REPORT = 50; // milliseconds between reports
 const here = new URL(".", import.meta.url);
@@ -43,6 +44,17 @@ class Arrays {
   }
 }
 
+/** Refuses arrays that are not those of the feeds, with as many rows each. */
+function arraysOf(arrays, file) {
+  const names = session.about.step.feeds.map(({ name }) => name);
+  const missing = names.find((name) => !Object.hasOwn(arrays, name) || !arrays[name].dims.length);
+  if (missing !== undefined) throw new Error(`${file}: '${missing}' is missing; it needs an array with rows for each input`);
+  const chosen = names.map((name) => [name, arrays[name]]);
+  const rows = new Set(chosen.map(([, { dims }]) => dims[0]));
+  if (rows.size !== 1 || rows.has(0)) throw new Error(`${file}: arrays must have as many rows, and at least one, got ${[...rows].join(", ")}`);
+  return Object.fromEntries(chosen);
+}
+
 function shuffle(order) {
   for (let last = order.length - 1; last > 0; last -= 1) {
     const other = Math.floor(Math.random() * (last + 1));
@@ -66,11 +78,11 @@ const calls = {
    * Opens a step: `files` by name, or those beside this file. `keep` continues with the present state. On
    * `trial`, the present session stays until `accept` or `restore`.
    */
-  async open({ provider, runtime, files = here, keep = false, trial = false }) {
+  async open({ provider, files = here, keep = false, trial = false }) {
+    const place = runtimeOf(provider); // not what a message says
     if (provider === "webgpu" && !(await navigator.gpu?.requestAdapter())) {
       throw new Error("this browser has no WebGPU device");
     }
-    const place = new URL(runtime, here).href;
     const ort = await import(place).catch((error) => {
       throw new Error(`cannot load onnxruntime-web from ${place} (${error.message}); see the source of the page`);
     });
@@ -108,7 +120,7 @@ const calls = {
     const [train, test] = await Promise.all(["train", "test"].map(async (name) => {
       const response = await fetch(new URL(`${name}.safetensors`, here));
       if (!response.ok) throw new Error(`${name}.safetensors: ${response.status}; put the data next to this page`);
-      return readSafetensors(await response.arrayBuffer());
+      return arraysOf(readSafetensors(await response.arrayBuffer(), `${name}.safetensors`), `${name}.safetensors`);
     }));
     data = new Arrays(train, test, session.about.step.feeds.at(-1).name);
     return { rows: data.rows, testRows: data.testRows };

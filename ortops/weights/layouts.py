@@ -43,7 +43,7 @@ def orders(given: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, ...]]
 
 def is_informative(array: Array) -> bool:
     """Whether equality with an array says anything: it has different elements."""
-    return bool(array.size > 1 and (array != array.reshape(-1)[:1].reshape([])).any())
+    return bool(array.size > 1 and (array != array[(0,) * array.ndim]).any())
 
 
 def same(first: Array, second: Array) -> bool:

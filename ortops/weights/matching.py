@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from ortops.errors import UnsupportedError
 from ortops.graph.convert import ModelLike
 from ortops.numbers import Array
-from ortops.weights.checkpoints import Checkpoint, read_checkpoint
+from ortops.weights.checkpoints import Checkpoint, Tensors, read_checkpoint
 from ortops.weights.layouts import is_informative, orders, same, scaled_channels, squeezed
 from ortops.weights.names import Names, Part, Place
 from ortops.weights.readers import Read, read_model
@@ -57,7 +57,7 @@ def match(model: ModelLike, checkpoint: Checkpoint) -> Names:
     return find_names(weights, read_checkpoint(checkpoint))
 
 
-def find_names(weights: Mapping[str, Read], arrays: Mapping[str, Array]) -> Names:
+def find_names(weights: Mapping[str, Read], arrays: Tensors) -> Names:
     """Returns the map for weights and a checkpoint that were read already."""
     search = _Search(weights, arrays)
     search.by_name()
@@ -79,13 +79,13 @@ class _Search:
         used: The weights that are matched.
     """
 
-    def __init__(self, weights: Mapping[str, Read], arrays: Mapping[str, Array]) -> None:
+    def __init__(self, weights: Mapping[str, Read], arrays: Tensors) -> None:
         self._weights, self._arrays = weights, arrays
         self.places: dict[str, list[Place]] = {}
         self.used: set[str] = set()
         self._why: dict[str, str] = {}
         self._why_model: dict[str, str] = {}
-        self._own, self._theirs = _prefixes(weights, arrays)
+        self._own, self._theirs = _prefixes(weights, [*arrays, *arrays.unreadable])
 
     # ------------------------------------------------------------------------------------- results
 
@@ -105,7 +105,7 @@ class _Search:
             name: self._why.get(name, "" if _is_float(array) else f"is {array.dtype}")
             for name, array in self._arrays.items()
             if name not in self.places
-        }
+        } | self._arrays.unreadable
         left = {name: self._why_model.get(name, "") for name in self._left_weights()}
         ordered = {name: tuple(self.places[name]) for name in self._arrays if name in self.places}
         return Names(ordered, unmatched, left)
@@ -118,6 +118,7 @@ class _Search:
             return None
         name = key[len(self._own) + 1 :] if self._own else key
         name = f"{self._theirs}.{name}" if self._theirs else name
+        self._arrays.refuse(name)
         return name if name in self._arrays else None
 
     def by_name(self) -> None:
@@ -214,8 +215,9 @@ class _Search:
     def fused(self) -> None:
         """Finds weights that are several tensors in a row."""
         for weight, read in self._left_weights().items():
-            left = {n: a for n, a in self._left().items() if is_informative(a)}
             own = read.array()
+            smaller = {n: a for n, a in self._left().items() if a.size < own.size}
+            left = {n: a for n, a in smaller.items() if is_informative(a)}
             for axis in range(own.ndim):
                 parts = list(_pieces(own, axis, left))
                 if parts:
@@ -341,7 +343,7 @@ def _next_piece(
     return None
 
 
-def _prefixes(weights: Mapping[str, Read], arrays: Mapping[str, Array]) -> tuple[str, str]:
+def _prefixes(weights: Mapping[str, Read], arrays: Sequence[str]) -> tuple[str, str]:
     """Returns the prefixes of all names in the model, and of all in the checkpoint."""
     keys = {key for w in weights.values() for keys in w.keys for key in keys} | weights.keys()
     common = _common_prefix(arrays)

@@ -14,6 +14,7 @@ from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.json_metadata import read_metadata, where, write_metadata
 from ortops.numbers import Array
+from ortops.summary import text_of
 from ortops.trainable.write_back import NAMES_KEY
 
 __all__ = ["Names", "NamesLike", "Part", "Place", "stored"]
@@ -254,7 +255,7 @@ class Names(Mapping[str, tuple[Place, ...]]):
             if unmatched:
                 lines.append(f"{title}:")
                 lines += [f"  {n}{f' ({why})' if why else ''}" for n, why in unmatched.items()]
-        return "\n".join(lines)
+        return text_of(lines)
 
 
 def stored(proto: onnx.ModelProto) -> Names | None:

@@ -18,7 +18,7 @@ from ortops.graph.safetensors import write_safetensors
 from ortops.graph.weights import Weight, weights
 from ortops.numbers import Array
 from ortops.training.session import TrainingSession
-from ortops.weights.checkpoints import Checkpoint, read_checkpoint
+from ortops.weights.checkpoints import Checkpoint, Tensors, read_checkpoint
 from ortops.weights.layouts import cast
 from ortops.weights.matching import find_names
 from ortops.weights.names import Names, NamesLike, Place, stored
@@ -67,6 +67,8 @@ def load(model: ModelLike, source: Checkpoint, names: NamesLike | None = None) -
     arrays = read_checkpoint(source, "source")
     chosen = _names(light, arrays, names)
     missing = [name for name in chosen if name not in arrays]
+    for name in missing:
+        arrays.refuse(name)
     values = _Values(weights(light))
     for name, places in chosen.items():
         for place in places if name in arrays else ():
@@ -130,6 +132,8 @@ def save(
         write_safetensors(path, found)
         return
     arrays = read_checkpoint(like, "like")
+    for name in arrays.unreadable:  # all of them are to be in the file
+        arrays.refuse(name)
     chosen = _names(light, arrays, names)
     known = weights(light)
     for name in chosen:
@@ -147,9 +151,7 @@ def save(
     write_safetensors(path, result, {"format": "pt"})
 
 
-def _names(
-    light: external.LightModel, arrays: Mapping[str, Array], names: NamesLike | None
-) -> Names:
+def _names(light: external.LightModel, arrays: Tensors, names: NamesLike | None) -> Names:
     """Returns the map: the given one, that of the metadata, or the result of matching."""
     if names is not None:
         return Names.of(names)

@@ -125,6 +125,19 @@ def changed_zip(data: bytes, rng: random.Random) -> bytes:
     return written.getvalue()
 
 
+def changed_torch(data: bytes, rng: random.Random) -> bytes:
+    """Returns a file of torch.save with correct checksums and a pickle that is changed."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    name = rng.choice([name for name in entries if name.endswith("data.pkl")] * 4 + list(entries))
+    entries[name] = rng.choice((changed_text, changed_bytes))(entries[name], rng)
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        for each, kept in entries.items():
+            archive.writestr(each, kept)
+    return written.getvalue()
+
+
 def changed_safetensors(data: bytes, rng: random.Random) -> bytes:
     """Returns safetensors of which the header is changed, and has its length."""
     size = struct.unpack("<Q", data[:8])[0]
@@ -137,6 +150,7 @@ CHANGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
     ".jinja": changed_text,
     ".json": changed_json,
     ".npz": changed_zip,
+    ".pt": changed_torch,
     ".safetensors": changed_safetensors,
 }
 
@@ -163,6 +177,9 @@ READERS: dict[str, Callable[[Path], object]] = {
     "adapter": lambda f: lora.load_adapter(f / "model.onnx", f / "trained.onnx_adapter"),
     "checkpoint": lambda f: weights.load(f / "model.onnx", f / "weights.safetensors"),
     "checkpoint_npz": lambda f: weights.load(f / "model.onnx", f / "weights.npz"),
+    "checkpoint_torch": lambda f: [
+        weights.load(f / "model.onnx", path) for path in sorted(f.glob("*.pt*"))
+    ],
     "csv": read_table,
     "images": read_images,
     "llm": read_llm,

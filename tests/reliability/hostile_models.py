@@ -314,6 +314,10 @@ FLOAT, STRING, STRINGS, GRAPH = (
 
 REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
     # what a file cannot be
+    "type of elements": (
+        lambda: with_gradient([node("Neg", ["x"], ["y"])], inputs=[value("z", kind=999)]),
+        "value 'z': its element type 999 does not exist; declare another",
+    ),
     "no name in UTF-8": (lambda: utf8(forces(), "slope"), "UTF-8"),
     "no text in UTF-8": (lambda: utf8(affine(), "somebody"), "UTF-8|no training_info"),
     "negative dimension": (

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import resource
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -20,11 +23,15 @@ import numpy as np
 import onnxruntime
 
 import ortops
+from ortops import cli
 from ortops.check import check
 from ortops.graph.limits import LIMITS
 
 MEMORY = 6 * 2**30
 """How many bytes of addresses a process may have; threads of onnxruntime reserve many."""
+
+RAW = "[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+"""Characters that drive a terminal."""
 
 KINDS = {
     "tensor(float)": np.float32,
@@ -71,7 +78,56 @@ def quiet() -> onnxruntime.SessionOptions:
     return options
 
 
+def composed(path: Path) -> None:
+    """Composes a model with itself, and takes it apart."""
+    model = ortops.compose({"first": path, "second": path})
+    ortops.split(model)
+    ortops.split(model, {"first": path, "second": path})
+
+
+@contextlib.contextmanager
+def descriptors_to(stream: Any) -> Any:
+    """Lets what this process prints, libraries in C included, go to a file."""
+    kept = [os.dup(number) for number in (1, 2)]
+    for number in (1, 2):
+        os.dup2(stream.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def command(name: str, *options: str) -> Callable[[Path], object]:
+    """Returns what runs a command on a model, and looks at what it prints."""
+
+    def run(path: Path) -> None:
+        with tempfile.TemporaryFile() as stream:
+            with descriptors_to(stream):
+                cli.main([name, str(path), *options])
+            stream.seek(0)
+            printed = stream.read().decode(errors="replace")
+        if "bug in ortops" in printed:
+            raise AssertionError(printed[-300:])
+        raw = [line for line in printed.splitlines() if re.search(RAW, line)]
+        if raw:
+            raise AssertionError(f"raw: {raw[0]!r}")
+        forged = [line for line in printed.splitlines() if line.startswith("FORGED")]
+        if forged:
+            raise AssertionError(f"forged: {printed[:300]!r}")
+
+    return run
+
+
 ACTIONS: dict[str, Callable[[Path], object]] = {
+    "compose": composed,
+    "check command": command("check"),
+    "check --json": command("check", "--json"),
+    "inspect command": command("inspect"),
+    "inspect --json": command("inspect", "--json"),
     "lower": ortops.lower,
     "infer": infer,
     "check": check,

@@ -54,7 +54,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
             image.save(folder / "images" / name / f"1.{ending}")
     model = affine()
     arrays = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-    for kind in ("checkpoint", "checkpoint_npz"):
+    for kind in ("checkpoint", "checkpoint_npz", "checkpoint_torch"):
         onnx.save(model, folder / kind / "model.onnx")
     save_file(arrays, folder / "checkpoint" / "weights.safetensors")
     np.savez(folder / "checkpoint_npz" / "weights.npz", **arrays)
@@ -67,18 +67,44 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+KINDS = [kind for kind in READERS if kind != "checkpoint_torch"]
+
+
 @pytest.mark.slow
 @pytest.mark.optional("pyarrow", "tables")
 def test_unchanged_files_are_read(files: Path) -> None:
-    for kind, read in READERS.items():
-        read(files / kind)
+    for kind in KINDS:
+        READERS[kind](files / kind)
 
 
 @pytest.mark.slow
 @pytest.mark.optional("pyarrow", "tables")
 def test_changed_files_are_read_or_refused(files: Path) -> None:
+    assert_refused(files, CASES, KINDS)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.optional("pyarrow", "tables")
+def test_changed_files_of_torch_are_read_or_refused(files: Path) -> None:
+    """Those of both formats of torch.save."""
+    import torch
+
+    model = onnx.load(files / "checkpoint_torch" / "model.onnx")
+    state = {t.name: torch.tensor(onnx.numpy_helper.to_array(t)) for t in model.graph.initializer}
+    state["half"] = next(iter(state.values())).bfloat16()
+    state["sparse"] = torch.eye(3).to_sparse()
+    folder = files / "checkpoint_torch"
+    torch.save({"state_dict": state, "epoch": 1}, folder / "new.pt")
+    torch.save(state, folder / "old.pth", _use_new_zipfile_serialization=False)
+    READERS["checkpoint_torch"](folder)
+    assert_refused(files, 4 * CASES, ["checkpoint_torch"])
+
+
+def assert_refused(files: Path, cases: int, kinds: list[str]) -> None:
+    """Asserts that changed files of some kinds raise what readers may raise, or nothing."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(RUN), str(files), SEED, str(CASES), str(HOUR), *READERS]
+    command = [sys.executable, str(RUN), str(files), SEED, str(cases), str(HOUR), *kinds]
     done = subprocess.run(
         command,
         env=environment,
@@ -91,4 +117,4 @@ def test_changed_files_are_read_or_refused(files: Path) -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.endswith("]")]
     assert not [line for line in lines if line[0] == "wrong"]
     assert done.returncode == 0, (lines[-1:], done.stderr[-2000:])
-    assert {line[1] for line in lines} == READERS.keys()
+    assert {line[1] for line in lines} == set(kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -14,23 +15,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import hostile_models
 import numpy as np
 import onnx
 import pytest
 from attacks import SOAK
 from hostile_models import (
+    IMPORTS,
     REFUSED,
     constant,
     control_flow,
     external,
+    model_of,
     power,
     unending_operator,
     with_initial,
     with_tensor,
 )
-from hostile_run import quiet
+from hostile_run import allowed, quiet
 from onnx import helper
-from training_models import affine, forces
+from training_models import TRAINING_DOMAIN, affine, forces
 
 import ortops
 from ortops import lowering
@@ -170,7 +174,92 @@ def distorted(original: bytes, rng: random.Random) -> bytes:
     return bytes(model.SerializeToString())
 
 
-CHANGES = {"bytes": mutated, "fields": distorted}
+NAMES = [
+    "a\nFORGED: line",
+    "\x1b[31mred",
+    "\x1b]0;title\x07",
+    "\x9b2J",
+    "\r",
+    "\u202eleft",
+    "é",
+    "x" * 99,
+]
+NUMBERS = [0, -1, -2, 1, 2, 3, 7, 13, 16, 17, 23, 24, 26, 29, 999, 2**31 - 1, -(2**31)]
+
+
+def twisted(original: bytes, rng: random.Random) -> bytes:
+    """Returns a model with one to three fields that protobuf allows, and the standard does not.
+
+    They are names with control characters, in all their places or in one, types and versions that
+    do not exist, attributes by reference and of other types, negative dimensions, and fields that
+    are gone.
+    """
+    model = onnx.ModelProto()
+    model.ParseFromString(original)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        every = messages(model)
+        attributes = [each for each in every if isinstance(each, onnx.AttributeProto)]
+        match rng.randrange(8):
+            case 0:  # another name wherever it is
+                names = {each.name for each in every if hasattr(each, "name") and each.name}
+                _rename(every, rng.choice(sorted(names)), rng.choice(NAMES))
+            case 1 if attributes:  # by reference, outside of a function
+                chosen = rng.choice(attributes)
+                kept = onnx.AttributeProto(name=chosen.name, type=chosen.type)
+                kept.ref_attr_name = rng.choice((chosen.name, "nothing", *NAMES))
+                chosen.CopyFrom(kept)
+            case 2 if attributes:  # of another type
+                chosen = rng.choice(attributes)
+                chosen.type = rng.randrange(15)
+            case 3 if attributes:  # with the value of another
+                chosen, name = rng.choice(attributes), rng.choice(attributes).name
+                chosen.CopyFrom(rng.choice(attributes))
+                chosen.name = name
+            case 4:
+                _set(rng.choice(every), int, rng.choice(NUMBERS), rng)
+            case 5:
+                _set(rng.choice(every), str, rng.choice(NAMES), rng)
+            case 6:
+                nodes = [each for each in every if isinstance(each, onnx.NodeProto)]
+                chosen = rng.choice(nodes)
+                fields = [chosen.input, chosen.output]
+                del rng.choice(fields)[rng.randrange(2) :]
+            case _:
+                message = rng.choice([each for each in every if each.ListFields()])
+                message.ClearField(rng.choice(message.ListFields())[0].name)
+    return bytes(model.SerializeToString())
+
+
+def _rename(every: Sequence[Any], old: str, new: str) -> None:
+    for message in every:
+        for field, value in message.ListFields():
+            if field.type != field.TYPE_STRING:
+                continue
+            if not field.is_repeated:
+                setattr(message, field.name, new if value == old else value)
+                continue
+            for index, text in enumerate(value):
+                value[index] = new if text == old else text
+
+
+def _set(message: Any, kind: type, value: Any, rng: random.Random) -> None:
+    """Sets a field of a message, which may not have had it."""
+    fields = list(message.DESCRIPTOR.fields)
+    for field in rng.sample(fields, len(fields)):
+        text = field.type == field.TYPE_STRING
+        number = field.type in (field.TYPE_INT32, field.TYPE_INT64, field.TYPE_ENUM)
+        if not (text if kind is str else number):
+            continue
+        if field.enum_type is not None:  # whose other values do not come out of a file
+            value = rng.choice(field.enum_type.values).number
+        if field.is_repeated:
+            getattr(message, field.name).append(value)
+        else:
+            setattr(message, field.name, value)
+        return
+
+
+CHANGES = {"bytes": mutated, "fields": distorted, "forms": twisted}
 
 
 @pytest.mark.slow
@@ -222,6 +311,51 @@ def train(path: Path) -> None:
 
 def infer(path: Path) -> None:
     ortops.InferenceSession(path, sess_options=quiet())
+
+
+def called(inner: onnx.NodeProto, kinds: dict[str, int], **given: object) -> onnx.ModelProto:
+    """Returns a model of a function, whose node has attributes of the calls."""
+    for name, kind in kinds.items():
+        inner.attribute.add(name=name, type=kind, ref_attr_name=name)
+    call = helper.make_node("F", inner.input, ["y"], domain="f", **given)
+    weights = [onnx.numpy_helper.from_array(np.eye(2, dtype=np.float32) + 1, "w")]
+    model = model_of([call], initializers=weights)
+    model.graph.input[0].CopyFrom(hostile_models.value("x", (2, 2)))
+    body = helper.make_function("f", "F", inner.input, ["z"], [inner], IMPORTS, list(kinds))
+    model.functions.append(body)
+    return model
+
+
+def test_attributes_that_calls_give_are_blamed_on_the_model() -> None:
+    """The checker of onnx looks at functions without their calls."""
+    reference = onnx.AttributeProto
+    gemm = {"alpha": reference.FLOAT, "transB": reference.INT}
+    softmax = helper.make_node("Softmax", ["x"], ["z"])
+    slopes = helper.make_node("Gradient", ["x"], ["z"], domain=TRAINING_DOMAIN, y="x")
+    for model in (
+        called(helper.make_node("Gemm", ["x", "w"], ["z"]), gemm, alpha="text", transB=[1, 2]),
+        called(softmax, {"axis": reference.INT}, axis=1.5),
+        called(slopes, {"xs": reference.STRINGS}),
+    ):
+        with pytest.raises(ortops.ModelError, match=r"check it with onnx\.checker\.check_model"):
+            check(model)
+    valid = called(helper.make_node("Gemm", ["x", "w"], ["z"]), gemm, alpha=2.0, transB=1)
+    assert check(valid).parameters
+
+
+def test_slices_of_empty_axes_do_not_end_the_process() -> None:
+    """With negative steps, for which the inference of onnx aborts; also where a node makes them."""
+    numbers = {"start": -1, "stop": -9, "axis": 0, "step": -1, "zero": 0, "one": 1}
+    constants = [constant(name, np.array([number])) for name, number in numbers.items()]
+    for dim in (0, -3, None):
+        empty = helper.make_node("Slice", ["x", "zero", "zero", "axis", "one"], ["empty"])
+        turned = helper.make_node(
+            "Slice", ["x" if dim is not None else "empty", "start", "stop", "axis", "step"], ["y"]
+        )
+        model = model_of([*constants, empty, turned])
+        sizes = (2 if dim is None else dim, 3)
+        model.graph.input[0].CopyFrom(hostile_models.value("x", sizes))
+        allowed(functools.partial(check, model))
 
 
 # ------------------------------------------------------------------------------------------ files

@@ -40,6 +40,7 @@ class InferenceSession {
     result.places = preferredOutputLocation ?? {};
     result.session = await node.InferenceSession.create(model, others);
     result.inputNames = result.session.inputNames;
+    result.outputNames = result.session.outputNames;
     return result;
   }
 

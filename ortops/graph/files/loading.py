@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import google.protobuf.message
 import onnx
+import onnx.inliner
 
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph.files.atomic import remedy
@@ -257,8 +258,11 @@ def _fault(proto: onnx.ModelProto) -> str | None:
             graph.output.remove(value)  # a rank is required by the checker only
         try:
             onnx.checker.check_model(candidate, full_check=True)
+            if candidate.functions:  # what a call gives is checked where it arrives
+                inlined = onnx.inliner.inline_local_functions(candidate)
+                onnx.checker.check_model(inlined, full_check=True)
         except Exception as error:  # any exception of the checker means an invalid model
-            return str(error).strip()
+            return " ".join(str(error).split())
     return None
 
 

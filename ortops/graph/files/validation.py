@@ -176,7 +176,7 @@ def _check_attribute(
 
 
 def _check_type(kind: onnx.TypeProto, where: str, *, required: bool = False) -> None:
-    """Rejects deeply nested types, which protobuf accepts up to a depth of 100."""
+    """Rejects unknown types and deeply nested ones, which protobuf accepts up to depth 100."""
     for _ in range(LIMITS.nested_graphs):
         match kind.WhichOneof("value"):
             case "sequence_type":
@@ -188,6 +188,11 @@ def _check_type(kind: onnx.TypeProto, where: str, *, required: bool = False) -> 
             case found:
                 if required and (found is None or _is_undefined(getattr(kind, found))):
                     raise ModelError(f"{where}: it has no type; declare one, such as FLOAT[batch]")
+                elements = getattr(getattr(kind, found or "", None), "elem_type", 0)
+                if elements not in onnx.TensorProto.DataType.values():
+                    raise ModelError(
+                        f"{where}: its element type {elements} does not exist; declare another"
+                    )
                 return
     raise ModelError(
         f"{where}: the nesting depth of its type must be less than {LIMITS.nested_graphs} "
