@@ -48,7 +48,8 @@ class Tokenizer:
                 f"folder '{folder.path}': tokenizer.json is missing; add it, or give token ids"
             )
         try:
-            content = read_regular(file, remedy="give a tokenizer")
+            most = 16 * LIMITS.metadata_bytes  # the largest has 33 MB
+            content = read_regular(file, most=most, remedy="give a tokenizer")
             self._tokenizer = _optional("tokenizers").Tokenizer.from_buffer(content)
         except OrtopsError:
             raise
