@@ -13,9 +13,11 @@ from violations import all_violations
 from ortops import FeedError, ModelError, OrtopsError
 from ortops.cli import main
 from ortops.graph.files.opening import file_in_folder, open_regular
+from ortops.graph.limits import LIMITS
 from ortops.graph.safetensors import read_safetensors
 from ortops.llm.examples import rows_of
 from ortops.llm.folder import open_folder
+from ortops.llm.tokenization import Tokenizer
 from ortops.lora.adapter_file import read_adapter_file
 from ortops.training.arrow import open_arrow
 from ortops.weights.checkpoints import read_checkpoint
@@ -25,8 +27,8 @@ posix = pytest.mark.skipif(os.name == "nt", reason="pipes and links are POSIX's"
 # What no file of a folder may be called in another file of the folder, on any system.
 OUTSIDE = (
     *("../x", "a/../../x", "..", "a/..", "/x", "//server/share/x", "", ".", "./", "x\0y", "\ud800"),
-    "x" * 300,
     *("..\\x", "a\\..\\x", "\\x", "\\\\server\\share\\x", "C:x", "C:\\x", "c:/x", "\\\\?\\C:\\x"),
+    *(".. /x", "...", "x" * 300),
     *(None, 5, True, 1.5, ["x"], {"x": 1}, b"x"),
 )
 
@@ -177,3 +179,26 @@ def test_tables_without_an_end_are_refused(tmp_path: Path) -> None:
 def test_checkpoints_of_torch_without_an_end_are_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"a.pt' is not a regular file; pass the path of a check"):
         read_checkpoint(endless(tmp_path / "a.pt", kind))
+
+
+def test_sizes_are_checked_before_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files that take no room on a disk."""
+    monkeypatch.setattr(LIMITS, "metadata_bytes", 10**6)
+    monkeypatch.setattr(LIMITS, "data_bytes", 10**6)
+    readers: dict[str, Callable[[Path], object]] = {
+        "rows.jsonl": lambda file: list(rows_of(file)),
+        "a.safetensors": lambda file: read_safetensors(file),
+        "model.safetensors.index.json": lambda file: read_checkpoint(file),
+        "config.json": lambda file: open_folder(_model_beside(file)),
+        "tokenizer.json": lambda file: Tokenizer(open_folder(_model_beside(file))),
+    }
+    with all_violations() as check:
+        for name, read in readers.items():
+            file = tmp_path / name
+            file.write_bytes((2**40).to_bytes(8, "little"))
+            os.truncate(file, 2**36 if name != "a.safetensors" else 100)
+            with check(name), pytest.raises(OrtopsError, match=name):
+                read(file)
+            file.unlink()

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import FeedError, OrtopsError
+from ortops.graph.files.archive import check_size
 from ortops.graph.files.json_text import read_json
 from ortops.graph.files.opening import open_regular
 from ortops.llm.tokenization import Message, RefusedTextError, Tokenizer
@@ -236,6 +237,7 @@ def _of_file(rows: str | os.PathLike[str]) -> Iterable[Any]:
         return _parquet(Path(rows))
     found = []
     with _opened(rows) as lines:
+        check_size(f"file '{rows}'", os.fstat(lines.fileno()).st_size)
         for number, line in enumerate(lines, 1):
             try:
                 found += [read_json(line)] if line.strip() else []

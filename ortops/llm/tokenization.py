@@ -124,6 +124,12 @@ class Tokenizer:
             self._file, error=ModelError, what="file", remedy="give a tokenizer"
         ) as stream:
             size = os.fstat(stream.fileno()).st_size
+        most = 16 * LIMITS.metadata_bytes  # the largest known has 33 MB
+        if size > most:
+            raise ModelError(
+                f"file '{self._file}' must have at most {most:,} bytes, got {size:,}; raise "
+                "ortops.graph.limits.LIMITS.metadata_bytes"
+            )
         self._end: int | None = self._sent("open", str(self._file), names, size=size, factor=32)
 
     def _ask(self, name: str, *arguments: Any) -> Any:

@@ -123,9 +123,10 @@ def plain_path(name: object, what: str) -> Path:
     if isinstance(name, str) and "\0" not in name and name.encode(errors="ignore").decode() == name:
         path = PureWindowsPath(name)  # both / and \ separate its parts
         is_name = 0 < max(map(len, path.parts), default=0) < 256  # which no system exceeds
-        if is_name and not path.drive and not path.root and ".." not in path.parts:
+        # Windows takes spaces and dots at the end of a name for none: '.. ' is '..'
+        if is_name and not path.drive + path.root and all(part.strip(". ") for part in path.parts):
             return Path(name)
-    raise ModelError(f"{what}, as a relative path without '..', got {name!r:.200}")
+    raise ModelError(f"{what}, as a relative path without '..' or a drive, got {name!r:.200}")
 
 
 def leads_out(folder: Path, file: Path) -> bool:
