@@ -210,6 +210,27 @@ def test_several_files_of_two_saves_go_on(tmp_path: Path) -> None:
     assert tune.bits() == expected
 
 
+@pytest.mark.slow
+def test_a_killed_merge_can_be_repeated(tune: Tune, tmp_path: Path) -> None:
+    killed = snapshots(lambda: tune.run(1, "--merge"), tune.saved, tmp_path / "killed")
+    expected = contents(tune.saved)
+    for operation, left in chosen(killed[:-1]):  # the last one takes the mark away
+        put(left, tune.saved)
+        assert tune.run(1, "--merge") == 0, operation
+        assert contents(tune.saved) == expected, operation
+
+
+def test_only_the_first_save_can_be_unfinished(tune: Tune, tmp_path: Path) -> None:
+    """Behind it, the state of the last save goes with all files that another one writes."""
+    tuning = FineTuning(tmp_path / "base", 1, targets=["*o_proj*"])
+    tuning.save(tune.saved)
+    for function in (tuning, FineTuning.load(tune.saved)):
+        killed = snapshots(lambda f=function: f.save(tune.saved), tune.saved, tmp_path / "killed")
+        assert len(killed) > 20
+        assert not [n for n, left in killed if (left / saving.UNFINISHED).exists()]
+        shutil.rmtree(tmp_path / "killed")
+
+
 def test_an_interrupted_first_save_is_no_base(tune: Tune, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "base", tune.saved)
     (tune.saved / saving.UNFINISHED).touch()
