@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -418,6 +419,14 @@ def test_data_are_blamed_for_what_only_they_do(plain: FineTuning, tmp_path: Path
         plain.generate([{"role": "user", "content": ["a"]}])
 
 
+def test_threads_get_their_own_tokens(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(open_folder(files(tmp_path / "base")))
+    texts = [chr(number) * 50 for number in range(65, 91)] * 4
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(tokenizer.tokens, texts))
+    assert found == [[ord(text[0])] * 50 for text in texts]
+
+
 def test_one_process_for_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     start = subprocess.Popen.__init__
@@ -448,6 +457,7 @@ def test_jinja_must_have_no_known_hole(tmp_path: Path, monkeypatch: pytest.Monke
 # ------------------------------------------------------------------------------ what is shown
 
 
+@pytest.mark.slow
 def test_what_is_shown_cannot_be_forged(
     base: Path, plain: FineTuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
