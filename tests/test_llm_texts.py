@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ import ortops
 from models import llama
 from ortops.cli import main
 from ortops.graph.limits import LIMITS
-from ortops.llm import FineTuning
+from ortops.llm import FineTuning, rendering
 from ortops.llm.examples import chat, read_examples
 from ortops.llm.folder import open_folder
+from ortops.llm.packing import packed
 from ortops.llm.preferences import read_pairs
 from ortops.llm.sequence_pairs import read_sequence_pairs
 from ortops.llm.tokenization import Tokenizer
@@ -160,7 +162,7 @@ def test_masks_are_those_of_transformers(tmp_path: Path) -> None:
 
 def test_labels_are_trained_as_in_transformers(plain: FineTuning) -> None:
     row = {"input_ids": [65, 66, 67, 68], "labels": [-100, 70, -100, 72]}
-    forms = [
+    forms: list[Any] = [
         row,
         {name: np.array(value, np.int32) for name, value in row.items()},
         {name: tuple(map(np.int64, value)) for name, value in row.items()},
@@ -175,6 +177,10 @@ def test_labels_are_trained_as_in_transformers(plain: FineTuning) -> None:
     scores = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = -(scores[0, 70] + scores[2, 72]) / 2
     np.testing.assert_allclose(plain.evaluate([row])["loss"], expected, rtol=1e-5)
+    packed_row = packed([example, example], 9)[0]
+    assert packed_row.labels.tolist() == row["labels"] * 2
+    rows = (iter(row["input_ids"]) for _ in range(1))  # of a generator, the tokens of another
+    assert plain._batches.read(rows, 9, "assistant")[0][0].tokens.tolist() == row["input_ids"]
     assert plain.show([row]) == "row 1: 4 tokens, 2 trained\nA«F»C«H»"
     pairs = [{"prompt": [65], "chosen": [66], "rejected": [67.0]}]
     with pytest.raises(ortops.FeedError, match=r"row 1 must have .*an integer, got 67.0"):
@@ -307,6 +313,16 @@ def test_encoding_that_fails_is_blamed_on_the_tokenizer(
             read_examples([{"text": text}], lambda: tokenizer, train_on="all", max_length=9)
 
 
+def test_a_panic_at_a_text_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tokenizer_with(TOKENIZERS["panics"][0])
+    folder = open_folder(files(tmp_path / "base", tokenizer=broken))
+    monkeypatch.setattr(LIMITS, "text_seconds", math.inf)  # in this process
+    monkeypatch.setattr(rendering, "_PROBE", "")  # as if only other texts made it panic
+    tokenizer = Tokenizer(folder)
+    with pytest.raises(ortops.ModelError, match=r"tokenizer.json': its tokenizer: index out of"):
+        tokenizer.tokens("a")
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is POSIX's")
 def test_a_fork_has_a_tokenizer_of_its_own(tmp_path: Path) -> None:
     tokenizer = Tokenizer(open_folder(files(tmp_path / "base")))
@@ -403,6 +419,14 @@ def test_data_are_blamed_for_what_only_they_do(plain: FineTuning, tmp_path: Path
         plain.generate([{"role": "user", "content": ["a"]}])
 
 
+def test_threads_get_their_own_tokens(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(open_folder(files(tmp_path / "base")))
+    texts = [chr(number) * 50 for number in range(65, 91)] * 4
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(tokenizer.tokens, texts))
+    assert found == [[ord(text[0])] * 50 for text in texts]
+
+
 def test_one_process_for_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     start = subprocess.Popen.__init__
@@ -433,6 +457,7 @@ def test_jinja_must_have_no_known_hole(tmp_path: Path, monkeypatch: pytest.Monke
 # ------------------------------------------------------------------------------ what is shown
 
 
+@pytest.mark.slow
 def test_what_is_shown_cannot_be_forged(
     base: Path, plain: FineTuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

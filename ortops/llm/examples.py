@@ -158,9 +158,9 @@ def tokens_of(given: Any, words: int | None, *, labels: bool = False) -> list[in
         TypeError: If they are no integers.
         ValueError: If the vocabulary does not have one of them.
     """
-    found = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(found, str | bytes | bytearray | Mapping | Set):
-        raise TypeError(f"tokens must be a list of integers, got {type(found).__name__}")
+    if isinstance(given, str | bytes | bytearray | Mapping | Set):
+        raise TypeError(f"tokens must be a list of integers, got {type(given).__name__}")
+    found = list(given.tolist() if hasattr(given, "tolist") else given)
     limit = words or 2**31
     for token in found:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):

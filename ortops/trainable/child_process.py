@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +76,7 @@ class Child:
             raise UnsupportedError(
                 f"{what} runs in a child process, which cannot be started: {error}; {remedy}"
             ) from error
-        self.owner = os.getpid()
+        self.owner, self._lock = os.getpid(), threading.Lock()
         self.close = weakref.finalize(self, _end, self._process, self.owner)
         assert self._process.stdout is not None  # it takes a while until Python has started
         if self._process.stdout.readline() != limited.READY:
@@ -100,18 +101,23 @@ class Child:
         source: Any = self._process.stdout
         sink: Any = self._process.stdin
         done = False
-        try:
-            sink.write(head + b"\n" + body)
-            sink.flush()
-            problem, found, sizes = json.loads(source.readline())
-            rest = source.read(sum(sizes))
-            done = not problem
-        except (OSError, ValueError):
-            status = self._process.wait()
-            problem = "" if status == 1 else f"its process ended with status {status}"
-        finally:  # also after a Ctrl-C, or the next answer would be this one
-            if not done:
-                self.close()
+        with self._lock:  # an answer is that to the last request
+            try:
+                sink.write(head + b"\n" + body)
+                sink.flush()
+                problem, found, sizes = json.loads(source.readline())
+                rest = source.read(sum(sizes))
+                if len(rest) != sum(sizes):
+                    raise EOFError
+                done = not problem
+            except (EOFError, OSError, ValueError):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(5)
+                status = self._process.returncode
+                problem = "" if status == 1 else f"its process ended with status {status}"
+            finally:  # also after a Ctrl-C, or the next answer would be this one
+                if not done:
+                    self.close()
         if done:
             return found, rest
         if not problem:

@@ -38,6 +38,7 @@ def _serve(program: str) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # where what a library prints disturbs nothing
     sink.write(READY)
     sink.flush()
     with Path(os.devnull).open("w") as nowhere:
