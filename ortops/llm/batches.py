@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -98,6 +99,15 @@ class Batches:
             ArgumentError: If an argument is wrong.
             FeedError: If a row has another form, or there is no token to train.
         """
+        try:
+            return self._read(data, max_length, train_on)
+        except FeedError as error:
+            where, _, why = str(error).partition(": ")
+            if where != "data" or not isinstance(data, str | os.PathLike):
+                raise
+            raise FeedError(f"data '{os.fspath(data)}': {why}") from error
+
+    def _read(self, data: Rows, max_length: int, train_on: str) -> Sequence[Any]:
         longest = whole_number("max_length", max_length, 2)
         longest = min(longest, self._folder.context_length or longest)
         choice("train_on", train_on, TRAIN_ON)

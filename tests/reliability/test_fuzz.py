@@ -88,17 +88,21 @@ def test_changed_files_are_read_or_refused(files: Path) -> None:
 @pytest.mark.optional("pyarrow", "tables")
 def test_changed_files_of_torch_are_read_or_refused(files: Path) -> None:
     """Those of both formats of torch.save."""
+    write_torch(files / "checkpoint_torch")
+    READERS["checkpoint_torch"](files / "checkpoint_torch")
+    assert_refused(files, 4 * CASES, ["checkpoint_torch"])
+
+
+def write_torch(folder: Path) -> None:
+    """Writes the weights of the model in a folder with torch.save, in both formats."""
     import torch
 
-    model = onnx.load(files / "checkpoint_torch" / "model.onnx")
+    model = onnx.load(folder / "model.onnx")
     state = {t.name: torch.tensor(onnx.numpy_helper.to_array(t)) for t in model.graph.initializer}
     state["half"] = next(iter(state.values())).bfloat16()
     state["sparse"] = torch.eye(3).to_sparse()
-    folder = files / "checkpoint_torch"
     torch.save({"state_dict": state, "epoch": 1}, folder / "new.pt")
     torch.save(state, folder / "old.pth", _use_new_zipfile_serialization=False)
-    READERS["checkpoint_torch"](folder)
-    assert_refused(files, 4 * CASES, ["checkpoint_torch"])
 
 
 def assert_refused(files: Path, cases: int, kinds: list[str]) -> None:
