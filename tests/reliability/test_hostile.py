@@ -459,6 +459,16 @@ def test_an_illegal_model_that_comes_through_a_pipe_is_refused(tmp_path: Path) -
 
 
 @unix
+def test_a_pipe_without_a_writer_is_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_PATIENCE", 0.0)
+    os.mkfifo(tmp_path / "model.onnx")
+    with pytest.raises(ortops.ModelError, match="is a pipe into which nothing is written; pass a"):
+        ortops.lower(tmp_path / "model.onnx")
+
+
+@unix
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/null"])
 @pytest.mark.parametrize("act", PATHS)
 def test_a_device_is_no_model(act: str, device: str, tmp_path: Path) -> None:

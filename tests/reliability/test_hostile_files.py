@@ -1,4 +1,4 @@
-"""Each file that ortops reads, in hostile forms: the error names it, and nothing else is touched."""
+"""Each file that ortops reads, in hostile forms: errors name it, and nothing else is touched."""
 
 from __future__ import annotations
 

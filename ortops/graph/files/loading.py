@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias, TypeVar
@@ -35,6 +36,7 @@ ModelLike: TypeAlias = onnx.ModelProto | bytes | str | os.PathLike[str]
 _KINDS = (onnx.ModelProto, bytes, str, os.PathLike)
 
 _PART = 2**24  # the number of bytes to read from a pipe at a time
+_PATIENCE = 5.0  # seconds, for another process to open a pipe
 
 
 def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
@@ -119,18 +121,35 @@ def _whole(path: Path) -> bytes:
     found = path.stat()
     if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):
         raise ModelError(f"file '{path}' is a device; pass a regular file or a pipe")
-    content = bytearray()
+    content = b""
     if found.st_size <= MOST_BYTES:
-        if stat.S_ISREG(found.st_mode):
-            return read_regular(path)
-        with path.open("rb") as stream:
-            while len(content) <= MOST_BYTES and (part := stream.read(_PART)):  # may be endless
-                content += part
+        is_regular = stat.S_ISREG(found.st_mode)
+        content = read_regular(path) if is_regular else _piped(path)
     if max(found.st_size, len(content)) > MOST_BYTES:
         raise ModelError(
             f"file '{path}' exceeds 2 GB, the limit of an ONNX file; store its tensors as external "
             "data, as ortops.save_model does"
         )
+    return content
+
+
+def _piped(path: Path) -> bytes:
+    """Returns the bytes of a pipe, which may be endless: at most a part more than a model has.
+
+    Raises:
+        ModelError: If nothing opens it for writing.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # which opens it without a writer
+    content, last = bytearray(), time.monotonic() + _PATIENCE
+    with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags)) as stream:
+        while (part := stream.read(_PART)) == b"" and time.monotonic() < last:
+            time.sleep(0.01)
+        if part == b"":
+            raise ModelError(f"file '{path}' is a pipe into which nothing is written; pass a file")
+        os.set_blocking(stream.fileno(), True)  # it has a writer
+        while part is None or (part and len(content) <= MOST_BYTES):
+            content += part or b""
+            part = stream.read(_PART)
     return bytes(content)
 
 
