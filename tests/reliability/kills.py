@@ -50,8 +50,10 @@ def watched(folder: Path, before: Callable[[str, Path], None]) -> Iterator[None]
     root = folder.absolute()
 
     def tell(name: str, path: Any) -> bool:
-        descriptor = isinstance(path, int)
-        found = Path(f"/proc/self/fd/{path}").readlink() if descriptor else Path(path).absolute()
+        if isinstance(path, int):  # a descriptor, whose path only Linux tells
+            link = Path(f"/proc/self/fd/{path}")
+            path = link.readlink() if link.is_symlink() else root
+        found = Path(path).absolute()
         if not found.is_relative_to(root):
             return False
         before(name, found)

@@ -229,6 +229,11 @@ def test_only_the_first_save_can_be_unfinished(tune: Tune, tmp_path: Path) -> No
         assert len(killed) > 20
         assert not [n for n, left in killed if (left / saving.UNFINISHED).exists()]
         shutil.rmtree(tmp_path / "killed")
+    tuning.save(merged := tmp_path / "merged", merged=True)
+    killed = snapshots(lambda: tuning.save(merged), merged, tmp_path / "killed")
+    assert [n for n, left in killed if (left / saving.UNFINISHED).exists()][-1].endswith(
+        "unfinished"
+    )
 
 
 def test_an_interrupted_first_save_is_no_base(tune: Tune, tmp_path: Path) -> None:
