@@ -116,7 +116,8 @@ class FolderWriter:
     def _finish(self, target: Path) -> None:
         """Takes the mark of the first save away."""
         (target / UNFINISHED).unlink(missing_ok=True)
-        self._finished.add(target.resolve())
+        if (target / TRAINING).is_file():  # a merged folder has none
+            self._finished.add(target.resolve())
 
     def _place(self, file: Path, target: Path) -> Path:
         """Returns where a file of the folder belongs in another one, in a folder that exists."""

@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-LITTER = re.compile(r"\.(.*)\.[0-9a-f]{16}\.tmp")
-_STEM = r"(\1)"
-DATA = re.compile(rb"\.[0-9a-f]{16}\.data")
+RANDOM = re.compile(rb"\.[0-9a-f]{16}(?=\.(data|tmp))")
 
 _ONE_PATH = ("mkdir", "unlink", "remove", "rmdir", "truncate", "fsync")
 _TWO_PATHS = ("link", "symlink", "rename", "replace")  # from one to the other
@@ -52,8 +50,10 @@ def watched(folder: Path, before: Callable[[str, Path], None]) -> Iterator[None]
     root = folder.absolute()
 
     def tell(name: str, path: Any) -> bool:
-        descriptor = isinstance(path, int)
-        found = Path(f"/proc/self/fd/{path}").readlink() if descriptor else Path(path).absolute()
+        if isinstance(path, int):  # a descriptor, whose path only Linux tells
+            link = Path(f"/proc/self/fd/{path}")
+            path = link.readlink() if link.is_symlink() else root
+        found = Path(path).absolute()
         if not found.is_relative_to(root):
             return False
         before(name, found)
@@ -103,7 +103,8 @@ def snapshots(function: Callable[[], object], folder: Path, into: Path) -> list[
         target = into / f"{len(found):04d}"
         if folder.exists():
             shutil.copytree(folder, target, symlinks=True)
-        found.append(Snapshot(f"{name} {LITTER.sub(_STEM, path.name)}".strip(), target))
+        file = RANDOM.sub(b"", os.fsencode(path.name)).decode()
+        found.append(Snapshot(f"{name} {file}".strip(), target))
 
     with watched(folder, copy):
         function()
@@ -166,30 +167,30 @@ def full_disk_at(number: int, function: Callable[[], object], folder: Path) -> B
 def contents(folder: Path) -> dict[str, str]:
     """Returns a checksum of each file of a folder, by name; temporary files have none.
 
-    Files of external data have random names, which are left out, of the models too. Of several
-    generations, the checksums of their data are there.
+    What is random in names is left out, in models that have them too. Of several generations of
+    external data, and of several temporary files, there is what differs.
     """
     found: dict[str, set[str]] = {}
     for file in folder.rglob("*"):
         if not file.is_dir():
-            name = DATA.sub(b".data", os.fsencode(file.relative_to(folder))).decode()
-            content = DATA.sub(b".data", file.read_bytes())
-            is_litter = LITTER.fullmatch(file.name)
-            checksum = "" if is_litter else hashlib.sha256(content).hexdigest()
-            found.setdefault(name, set()).add(checksum)
+            name, content = (
+                RANDOM.sub(b"", each)
+                for each in (os.fsencode(file.relative_to(folder)), file.read_bytes())
+            )
+            checksum = "" if name.endswith(b".tmp") else hashlib.sha256(content).hexdigest()
+            found.setdefault(name.decode(), set()).add(checksum)
     return {name: " ".join(sorted(checksums)) for name, checksums in sorted(found.items())}
 
 
 def litter(folder: Path) -> list[str]:
     """Returns the names of temporary files."""
-    return [name for name in contents(folder) if LITTER.fullmatch(Path(name).name)]
+    return [name for name, checksum in contents(folder).items() if not checksum]
 
 
 def different(found: list[Snapshot]) -> list[Snapshot]:
     """Returns the first of all snapshots with the same files, whatever is in temporary ones."""
     first: dict[object, Snapshot] = {}
     for each in found:
-        names = contents(each.folder).items()
-        key = tuple(sorted((LITTER.sub(_STEM, name), value) for name, value in names))
+        key = tuple(contents(each.folder).items())
         first.setdefault((each.folder.exists(), key), each)
     return list(first.values())

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import stat
@@ -26,7 +27,7 @@ import numpy as np
 import onnx
 import pytest
 from attacks import SOAK
-from kills import killed_at
+from kills import contents, killed_at, snapshots
 from onnx import helper, numpy_helper
 
 import ortops
@@ -310,6 +311,31 @@ def test_what_killed_processes_leave_is_removed(limit: int, tmp_path: Path) -> N
     for value in (1, 2):
         ortops.save_model(marked(value), path)
     assert len(names_in(tmp_path)) == (3 if limit == LIMIT else 1)
+
+
+def compare_with_kills(limit: int, given: str) -> None:
+    """Prints what killed processes leave, and what the copies are that stand for it elsewhere."""
+    external.MESSAGE_LIMIT = limit
+    folder, copies, found = Path(given) / "here", Path(given) / "copies", []
+    folder.mkdir()
+
+    def save() -> None:
+        ortops.save_model(marked(1), folder / "model.onnx")
+
+    for operation, left in snapshots(save, folder, copies):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        died = killed_at(len(found) + 1, save, folder)
+        found.append((operation, died, contents(folder) == contents(left)))
+    sys.stdout.write(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_copies_are_what_killed_processes_leave(limit: int, tmp_path: Path) -> None:
+    with started(compare_with_kills, limit, tmp_path) as process:
+        found = json.loads(process.communicate()[0])
+    assert len(found) > 7
+    assert [each for each in found if each[1:] != [each is not found[-1], True]] == []
 
 
 def test_only_litter_of_this_path_that_nobody_holds_is_removed(limit: int, tmp_path: Path) -> None:
