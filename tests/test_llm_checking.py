@@ -56,7 +56,7 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.slow
 def test_generation_that_onnxruntime_refuses(tmp_path: Path) -> None:
     folder = llama.write(tmp_path, layers=1)
-    with pytest.raises(ArgumentError, match=f"prompt: tokens must be < {llama.WORDS}, got 999"):
+    with pytest.raises(ArgumentError, match=f"integer >= 0 and < {llama.WORDS}, got 999"):
         FineTuning(folder, rank=1).generate([999])
     model = onnx.load(folder / "model.onnx")
     node = next(each for each in model.graph.node if each.op_type == "GroupQueryAttention")

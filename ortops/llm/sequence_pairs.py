@@ -106,11 +106,7 @@ def _pair(
         raise TypeError("not a dict")
     source: Array
     if "input_features" in row:
-        source = np.asarray(row["input_features"])
-        if source.ndim != 2 or source.dtype.kind not in "iuf":
-            what = f"{source.dtype} of shape {list(source.shape)}"
-            raise ValueError(f"input_features must be numbers [bins, frames], got {what}")
-        source = source.astype(np.float32)
+        source = _features(row["input_features"])
     elif "input_ids" in row:
         source = np.array(tokens_of(row["input_ids"], words), np.int64)
     else:
@@ -190,19 +186,30 @@ def source_feeds(sources: Sequence[Array], pad: int) -> dict[str, Array]:
     return {"input_ids": _padded(sources, pad), "attention_mask": mask}
 
 
-def source_of(prompt: Any, tokenizer: Callable[[], Tokenizer]) -> Array:
+def source_of(prompt: Any, tokenizer: Callable[[], Tokenizer], words: int | None) -> Array:
     """Returns the tokens or features of a prompt.
 
     Raises:
-        ArgumentError: If it has another form.
+        ArgumentError: If it is empty.
+        TypeError: If it has another form.
+        ValueError: Likewise.
     """
-    source = np.asarray(tokenizer().tokens(prompt) if isinstance(prompt, str) else prompt)
-    kinds = {1: "iu", 2: "iuf"}.get(source.ndim, "")
-    if not source.size or source.dtype.kind not in kinds:
+    if np.ndim(prompt) == 2:
+        return _features(prompt)
+    tokens = tokenizer().tokens(prompt) if isinstance(prompt, str) else tokens_of(prompt, words)
+    if not tokens:
         raise ArgumentError(
             f"prompt must be a text, tokens, or features [bins, frames], got {prompt!r:.80}"
         )
-    return source.astype(np.float32 if source.ndim == 2 else np.int64)
+    return np.array(tokens, np.int64)
+
+
+def _features(given: Any) -> Array:
+    source = np.asarray(given)
+    if source.ndim != 2 or not source.size or source.dtype.kind not in "iuf":
+        what = f"{list(source.shape)} of {source.dtype}"
+        raise ValueError(f"input_features must be [bins, frames], got {what}")
+    return source.astype(np.float32)
 
 
 def _padded(rows: Sequence[Array], value: int) -> npt.NDArray[np.int64]:

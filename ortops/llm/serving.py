@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from ortops.arguments import whole_number
 from ortops.errors import ArgumentError, UnsupportedError
 from ortops.graph.convert import to_ir
 from ortops.graph.files.external import move_out, serialize
 from ortops.inference import lend
 from ortops.llm.decoding import continued
-from ortops.llm.examples import Example, errors_of
+from ortops.llm.examples import Example, errors_of, tokens_of
 from ortops.llm.folder import Folder, refuse_norms, sliding_windows
 from ortops.llm.generation import Sampling, generate
 from ortops.llm.sequence_pairs import prefix_of, source_feeds, source_of, start_token
@@ -36,6 +35,7 @@ class Server:
         folder: The folder.
         files: The files of a model in several files.
         names: The names of the adapter's matrices.
+        words: The size of the vocabulary, if it is known.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class Server:
         folder: Folder,
         files: SeveralFiles | None,
         names: Sequence[str],
+        words: int | None,
     ) -> None:
+        self._words = words
         self.session, self._folder, self._files, self._names = session, folder, files, names
         self._windows = {} if files is not None else sliding_windows(folder)
         self._served: onnxruntime.InferenceSession | None = None
@@ -64,8 +66,8 @@ class Server:
         """
         with errors_of("prompt", prompt, "be a text, a chat, or tokens", ArgumentError):
             if has_encoder:
-                source = source_of(prompt, tokenizer)
-                first = prefix_of(decoder_prefix, tokenizer, self._folder)
+                source = source_of(prompt, tokenizer, self._words)
+                first = prefix_of(decoder_prefix, tokenizer, self._folder, self._words)
                 return [start_token(self._folder), *first], source, isinstance(prompt, str)
             if decoder_prefix:
                 raise ArgumentError(
@@ -77,7 +79,7 @@ class Server:
             if len(prompt) and isinstance(prompt[0], Mapping):
                 text = tokenizer().chat(prompt, begin_reply=True)
                 return tokenizer().tokens(text, special=False), None, True
-            return [whole_number("prompt: a token", token, 0) for token in prompt], None, False
+            return tokens_of(prompt, self._words), None, False
 
     def continued(
         self,
@@ -107,7 +109,6 @@ class Server:
         if self._served is None:
             self._served = self._serve()
         fixed = {name: self.session.state[name] for name in self._names}
-        self._refuse_unknown(tokens)
         for value in self._served.get_inputs():
             if value.name.startswith("past"):
                 fixed[value.name] = self._empty_cache(value.name, self._windows.get(value.name, 0))
@@ -128,14 +129,6 @@ class Server:
         start = max(1, *(np.flatnonzero(~trained[:end]) + 1), 0)  # a prompt has at least one token
         found = self.continued(tokens[:start], end - start, set(), Sampling())
         return bool(found == example.labels[start:end].tolist())
-
-    def _refuse_unknown(self, tokens: Sequence[int]) -> None:
-        """Rejects tokens that the vocabulary does not have."""
-        assert self._served is not None
-        shapes = [v.shape for v in self._served.get_outputs() if v.name == self._folder.logits]
-        size = shapes[0][-1] if shapes and shapes[0] else None
-        if isinstance(size, int) and max(tokens) >= size:
-            raise ArgumentError(f"prompt: tokens must be < {size}, got {max(tokens)}")
 
     def _serve(self) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()

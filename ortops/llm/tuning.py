@@ -169,11 +169,12 @@ class FineTuning:
         self._writer = FolderWriter(
             self.session, folder, files, names, known, is_loaded=initial is not None
         )
-        self._server = Server(self.session, folder, files, names)
+        words = _words(model, folder)
+        self._server = Server(self.session, folder, files, names, words)
         self._batches = Batches(
             *(folder, files, lambda: self.tokenizer, self.session.inputs),
             compares=self._compares,
-            words=_words(model, folder),
+            words=words,
         )
 
     @property
