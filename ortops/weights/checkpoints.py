@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -37,7 +37,7 @@ class Tensors(dict[str, Array]):
     """The tensors of a checkpoint by name.
 
     Attributes:
-        unreadable: Why those of torch that numpy cannot have are not there, by name.
+        unreadable: Why those that numpy cannot have are not there, by name.
     """
 
     def __init__(self, arrays: Mapping[str, Array] | None = None) -> None:
@@ -76,9 +76,9 @@ def read_checkpoint(source: Checkpoint, what: str = "checkpoint") -> Tensors:
     path = Path(source)
     try:
         if path.name.endswith(_INDEX):
-            return Tensors(_sharded(path))
+            return _sharded(path)
         if path.suffix == ".safetensors":
-            return Tensors(map_safetensors(path))
+            return _mapped([path])
         if path.suffix == ".npz":
             with path.open("rb") as stream:
                 return Tensors(read_arrays(stream, f"file '{path}'"))
@@ -99,16 +99,21 @@ def read_checkpoint(source: Checkpoint, what: str = "checkpoint") -> Tensors:
     )
 
 
-def _sharded(path: Path) -> dict[str, Array]:
+def _mapped(paths: Iterable[Path]) -> Tensors:
+    """Reads files of safetensors."""
+    found = Tensors()
+    for path in paths:
+        found |= map_safetensors(path, found.unreadable)
+    return found
+
+
+def _sharded(path: Path) -> Tensors:
     """Reads the files of a checkpoint that transformers split."""
     index = read_json(path.read_bytes())
     files = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(files, dict) or any(Path(str(f)).name != f for f in files.values()):
         raise ModelError(f"file '{path}': 'weight_map' must map names to files in its folder")
-    found: dict[str, Array] = {}
-    for file in dict.fromkeys(files.values()):
-        found |= map_safetensors(path.parent / file)
-    return found
+    return _mapped(path.parent / file for file in dict.fromkeys(files.values()))
 
 
 def _of_torch(path: Path) -> Tensors:

@@ -267,7 +267,7 @@ CHANGES = {"bytes": mutated, "fields": distorted, "forms": twisted}
 @pytest.mark.parametrize("kind", ["model", "trainable", "step_graph", "control_flow"])
 def test_a_changed_file_is_taken_or_refused(kind: str, change: str, tmp_path: Path) -> None:
     original, rng = originals()[kind], random.Random(kind)
-    names = [str(number) for number in range(30 * SOAK)]
+    names = [str(number) for number in range(12 if SOAK == 1 else 30 * SOAK)]
     for name in names:
         (tmp_path / f"{name}.onnx").write_bytes(CHANGES[change](original, rng))
     assert not outcomes(tmp_path, names)
