@@ -13,10 +13,10 @@ from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import (
     ReaderGoneError,
     describe_error,
+    escape_logging,
     flush_streams,
     open_closed_descriptors,
     say,
-    visible_logging,
 )
 
 __all__ = ["main"]
@@ -37,11 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:
         open_closed_descriptors()
+    escape_logging()
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = argparse.Namespace(given=given, debug=False)
     try:
-        with visible_logging():
-            status = _run(options)
+        status = _run(options)
         flush_streams()
         return status
     except ReaderGoneError:

@@ -18,13 +18,13 @@ from ortops.summary import visible
 __all__ = [
     "ReaderGoneError",
     "describe_error",
+    "escape_logging",
     "flush_streams",
     "open_closed_descriptors",
     "print_bytes",
     "print_text",
     "say",
     "standard_input",
-    "visible_logging",
 ]
 
 
@@ -157,14 +157,7 @@ class _Visible(logging.Formatter):
         return visible(super().format(record), "\n\t" if record.exc_info else "\t")
 
 
-@contextlib.contextmanager
-def visible_logging() -> Iterator[None]:
-    """Escapes what is logged where no handler is set, by onnx-ir too, until it is left."""
-    handler, before = logging.lastResort, getattr(logging.lastResort, "formatter", None)
-    if handler is not None:
-        handler.setFormatter(_Visible())
-    try:
-        yield
-    finally:
-        if handler is not None:
-            handler.setFormatter(before)
+def escape_logging() -> None:
+    """Escapes what is logged where no handler is set, by onnx-ir too."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Visible())
