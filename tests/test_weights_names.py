@@ -600,6 +600,30 @@ def test_tensors_of_torch_that_cannot_be_read(tmp_path: Path) -> None:
                 assert listed[f"other.{kind}"]
 
 
+def test_types_of_safetensors_that_numpy_lacks(tmp_path: Path) -> None:
+    """As those of torch: an error only where the model needs such a tensor."""
+    model = mlp.mlp((4, 16, 2))
+    arrays = arrays_of(model)
+    path = tmp_path / "x.safetensors"
+
+    def write(name: str) -> None:
+        write_safetensors(path, {**arrays, name: np.zeros(64, np.uint8).reshape(16, 4)})
+        content = path.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        header[name]["dtype"] = "F8_E4M3"
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+
+    write("other")
+    assert match(model, path).unmatched_checkpoint == {"other": "its type is F8_E4M3"}
+    for name, array in arrays_of(load(model, path)).items():
+        np.testing.assert_array_equal(array, arrays[name])
+    write("fc1.weight")
+    with pytest.raises(ModelError, match=r"'fc1\.weight' cannot be read \(its type is F8_E4M3\)"):
+        load(model, path)
+
+
 @pytest.mark.torch
 def test_expanded_tensors_are_read_without_copies(tmp_path: Path) -> None:
     import torch

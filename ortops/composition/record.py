@@ -62,6 +62,7 @@ def read_records(metadata: Iterable[Entry]) -> dict[str, Record]:
             kinds = (record.inputs, record.outputs, record.weights, record.types, record.metadata)
             if not all(isinstance(v, str) for each in kinds for v in each.values()):
                 raise TypeError("names must be strings")
+            json.dumps([name, fields], ensure_ascii=False).encode()  # as messages hold them
             for each in (*record.inputs, *record.outputs):
                 record.value_info(each)
         except Exception as error:  # protobuf's, too

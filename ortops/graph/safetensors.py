@@ -120,10 +120,16 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
     return {name: array.astype(array.dtype) for name, array in _arrays(path, content).items()}
 
 
-def map_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
+def map_safetensors(
+    path: str | os.PathLike[str], unreadable: dict[str, str] | None = None
+) -> dict[str, Array]:
     """Returns the arrays of a file by name, mapped into memory: they are read when they are used.
 
     The file must not be changed in place meanwhile; it may be replaced or removed.
+
+    Args:
+        path: The file.
+        unreadable: Gets the types that numpy does not have, by name, instead of the error.
 
     Raises:
         ModelError: If it is not a safetensors file.
@@ -131,12 +137,14 @@ def map_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
     """
     with open_regular(path, error=ModelError, what="file", remedy=_REMEDY) as stream:
         if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
-            return _arrays(path, memoryview(b""))
+            return _arrays(path, memoryview(b""), unreadable)
         content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    return _arrays(path, memoryview(content))
+    return _arrays(path, memoryview(content), unreadable)
 
 
-def _arrays(path: str | os.PathLike[str], content: memoryview) -> dict[str, Array]:
+def _arrays(
+    path: str | os.PathLike[str], content: memoryview, unreadable: dict[str, str] | None = None
+) -> dict[str, Array]:
     """Returns arrays that share the memory of a file's content."""
     size = int.from_bytes(content[:8], "little")
     found: dict[str, Array] = {}
@@ -157,6 +165,9 @@ def _arrays(path: str | os.PathLike[str], content: memoryview) -> dict[str, Arra
             raise ValueError("its tensors do not cover the data without gaps and overlaps")
         for name, entry in header.items():
             kind, shape = entry["dtype"], entry["shape"]
+            if kind not in _TYPES and unreadable is not None:
+                unreadable[name] = f"its type is {kind!s:.80}"
+                continue
             if kind not in _TYPES:
                 raise UnsupportedError(
                     f"file '{path}': '{name}' must be of type {', '.join(_TYPES)}, got {kind!s:.80}"

@@ -672,7 +672,6 @@ const OBJECT = form("an object", (value) => typeof value === "object" && value !
 const ARRAY = form("an array", Array.isArray);
 const COUNT = form("an integer >= 0", isCount);
 const NUMBER = form("a finite number", Number.isFinite);
-const BOOL = form("true or false", (value) => typeof value === "boolean");
 const TEXT = form("text", (value) => typeof value === "string");
 const NAME = form("text", isName);
 const DIMENSION = form("an integer >= 0, text or null", (value) => value === null || isName(value) || isCount(value));

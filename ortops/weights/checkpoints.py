@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -40,7 +40,7 @@ class Tensors(dict[str, Array]):
     """The tensors of a checkpoint by name.
 
     Attributes:
-        unreadable: Why those of torch that numpy cannot have are not there, by name.
+        unreadable: Why those that numpy cannot have are not there, by name.
     """
 
     def __init__(self, arrays: Mapping[str, Array] | None = None) -> None:
@@ -79,9 +79,9 @@ def read_checkpoint(source: Checkpoint, what: str = "checkpoint") -> Tensors:
     path = Path(source)
     try:
         if path.name.endswith(_INDEX):
-            return Tensors(_sharded(path))
+            return _sharded(path)
         if path.suffix == ".safetensors":
-            return Tensors(map_safetensors(path))
+            return _mapped([path])
         if path.suffix == ".npz":
             with open_regular(path, error=ModelError, what="file", remedy=_REMEDY) as stream:
                 return Tensors(read_arrays(stream, f"file '{path}'"))
@@ -102,17 +102,21 @@ def read_checkpoint(source: Checkpoint, what: str = "checkpoint") -> Tensors:
     )
 
 
-def _sharded(path: Path) -> dict[str, Array]:
+def _mapped(paths: Iterable[Path]) -> Tensors:
+    """Reads files of safetensors."""
+    found = Tensors()
+    for path in paths:
+        found |= map_safetensors(path, found.unreadable)
+    return found
+
+
+def _sharded(path: Path) -> Tensors:
     """Reads the files of a checkpoint that transformers split."""
     index = read_settings(path)
     check_fields(f"file '{path}'", index, {"weight_map": object_of("names of files", TEXT.fits)})
     where = f"file '{path}': 'weight_map'"
     names = dict.fromkeys(index["weight_map"].values())
-    files = [file_in_folder(path.parent, name, what=where) for name in names]
-    found: dict[str, Array] = {}
-    for file in files:
-        found |= map_safetensors(file)
-    return found
+    return _mapped([file_in_folder(path.parent, name, what=where) for name in names])
 
 
 def _of_torch(path: Path) -> Tensors:

@@ -124,6 +124,7 @@ def command(name: str, *options: str) -> Callable[[Path], object]:
 
 ACTIONS: dict[str, Callable[[Path], object]] = {
     "compose": composed,
+    "split": ortops.split,
     "check command": command("check"),
     "check --json": command("check", "--json"),
     "inspect command": command("inspect"),
