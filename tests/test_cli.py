@@ -23,7 +23,7 @@ from training_models import affine, assert_same_arrays
 
 import ortops
 from models import mlp
-from ortops.cli import main
+from ortops.cli import main, standard_streams
 from ortops.cli.calls import read_call
 from ortops.cli.parser import make_parser
 from ortops.cli.streams import print_json
