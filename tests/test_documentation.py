@@ -292,3 +292,17 @@ def test_reasons_are_needed() -> None:
         assert module
         value = documented(module[0])[name]
         assert ">>>" not in (value.__doc__ or ""), f"{name} has an example now"
+
+
+def test_tests_of_the_guarantees_are_there() -> None:
+    folder = ROOT / "tests"
+    defined: dict[str, set[str]] = {}
+    for path in folder.rglob("test_*.py"):
+        names = re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        defined[path.name] = set(names)
+    page = (DOCS / "guarantees.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert len(named) > 40
+    assert named <= set().union(*defined.values())
+    for file, tests in re.findall(r"`(?:tests/)?(?:reliability/)?(test_\w+\.py)`(: [^;|]*)?", page):
+        assert set(re.findall(r"`(test_\w+)`", tests)) <= defined[file], file
