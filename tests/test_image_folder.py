@@ -428,7 +428,7 @@ def test_links() -> None:
         ({"size": (1, 2, 3)}, "size must be a height and a width"),
         ({"size": 0}, "size must be an integer >= 1"),
         ({"dtype": np.uint8, "mean": [1]}, "unscaled pixels"),
-        ({"validation_split": 1e-9}, "must leave images"),
+        ({"validation_split": 0.99}, "must leave images"),
         ({"sampling": "fair"}, "sampling must be"),
         ({"class_names": ["dark", "dark"]}, "differ from each other"),
     ],

@@ -202,8 +202,8 @@ def image_folder(
     if not share:
         return training
     rest, aside = hold_out(len(files), share, seed, name="validation_split", unit="images")
-    result = training.take(rest)
-    result.validation = ImageFolder(plain, files, names, labels).take(aside)
+    result = training.take(np.sort(rest))
+    result.validation = ImageFolder(plain, files, names, labels).take(np.sort(aside))
     return result
 
 

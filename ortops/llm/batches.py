@@ -141,7 +141,7 @@ class Batches:
             )
         rest, aside = hold_out(len(units), share, seed, name="validation")
         logger.info("held out %d of %d rows for validation", len(aside), len(units))
-        return [units[place] for place in rest], [units[place] for place in aside]
+        return [units[place] for place in sorted(rest)], [units[place] for place in sorted(aside)]
 
     def check(self, padding: str, *, group_by_length: bool) -> None:
         """Rejects arguments that do not fit the model.

@@ -28,7 +28,7 @@ def hold_out(
         unit: What the data set consists of.
 
     Returns:
-        The rows for training and those for validation, each in ascending order.
+        The rows for training and those for validation, in the order in which they are drawn.
 
     Raises:
         ArgumentError: If one of the parts would be empty.
@@ -43,8 +43,10 @@ def hold_out(
             f"{name} must leave {unit} for training and for validation, got "
             f"{fraction:g} of {size} {unit}: {kept} would be for training"
         )
-    order = np.arange(size)[::-1] if seed is None else np.random.default_rng(seed).permutation(size)
-    return np.sort(order[size - kept :]), np.sort(order[: size - kept])
+    if seed is None:
+        return np.arange(kept), np.arange(kept, size)
+    order = np.random.default_rng(seed).permutation(size)
+    return order[size - kept :], order[: size - kept]
 
 
 def split_source(source: Source, fraction: float) -> tuple[Source, Source]:
