@@ -411,7 +411,6 @@ def test_the_readme_and_pages_have_examples():
     assert len(PAGES_WITH_EXAMPLES) > 4
 
 
-@pytest.mark.nightly(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_EXAMPLES, ids=lambda page: page.stem)
 def test_examples_of_a_page_run(page, tmp_path, monkeypatch):
