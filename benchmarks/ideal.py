@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
     from benchmarks.profiling import Node
-    from ortops.execution.settings import Settings
+    from ortops.engine.execution.settings import Settings
 
 __all__ = [
     *("CACHED", "Ideal", "Part", "ideal", "is_product", "memory_speed", "session_options"),
@@ -295,7 +295,7 @@ def _runner(
     """Returns a function that runs a model as it is, with outputs that stay where they are."""
     import onnxruntime
 
-    from ortops.execution.settings import Settings
+    from ortops.engine.execution.settings import Settings
 
     options = session_options(Settings())
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -27,7 +27,7 @@ from benchmarks import machine
 if TYPE_CHECKING:
     import onnx
 
-    from ortops.execution.settings import Settings
+    from ortops.engine.execution.settings import Settings
 
 __all__ = [
     *("BOUNDS", "FUNCTIONS", "LANGUAGE", "PACKAGES", "correctness", "describe", "language"),
@@ -95,7 +95,7 @@ def describe() -> Result:
     found["versions"][package] = onnxruntime.__version__
     if found["versions"].get("torch"):
         found["torch"] = _torch_devices()
-    from ortops.execution.providers import WEBGPU, why_unusable
+    from ortops.engine.execution.providers import WEBGPU, why_unusable
 
     found["providers"], found["unusable"] = [CPU], {}
     for name in dict.fromkeys([*onnxruntime.get_available_providers(), WEBGPU]):
@@ -134,7 +134,7 @@ def _webgpu_card() -> str:
     """Returns the vendor of the device of WebGPU; "" for one in software."""
     import onnxruntime
 
-    from ortops.execution.providers import WEBGPU
+    from ortops.engine.execution.providers import WEBGPU
 
     kinds = onnxruntime.OrtHardwareDeviceType
     for each in onnxruntime.get_ep_devices():

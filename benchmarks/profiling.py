@@ -90,7 +90,7 @@ def profile(
 
     from benchmarks.peers.with_ortops import make
     from benchmarks.task import Task
-    from ortops.execution.settings import Settings
+    from ortops.engine.execution.settings import Settings
 
     numbers, create = count(), onnxruntime.InferenceSession.__init__
     task = Task.read(folder)

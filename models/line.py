@@ -1,5 +1,5 @@
-"""y = w · x with w = 0: the smallest trainable model, which `ortops.examples` has."""
+"""y = w · x with w = 0: the smallest trainable model, which `ortops.docs.examples` has."""
 
-from ortops.examples import BATCH, Alone, session
+from ortops.docs.examples import BATCH, Alone, session
 
 __all__ = ["BATCH", "Alone", "session"]

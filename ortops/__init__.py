@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ortops.delayed_imports import delay_signals, delay_sympy
+from ortops._common.delayed_imports import delay_signals, delay_sympy
 
 if TYPE_CHECKING:
     from ortops import (
@@ -30,14 +30,19 @@ if TYPE_CHECKING:
     from ortops import (
         sklearn as sklearn,  # not in __all__: it needs scikit-learn
     )
-    from ortops.autodiff.grad import grad
-    from ortops.autodiff.registry import vjp
-    from ortops.building.addition import add_training
-    from ortops.building.builder import build_training_file, build_training_model
     from ortops.callbacks.rate_finder import find_learning_rate
-    from ortops.composition.composing import compose
-    from ortops.composition.splitting import split
-    from ortops.custom_ops import register_custom_ops
+    from ortops.derivatives.function import Function
+    from ortops.engine.building.addition import add_training
+    from ortops.engine.building.builder import build_training_file, build_training_model
+    from ortops.engine.composition.composing import compose
+    from ortops.engine.composition.splitting import split
+    from ortops.engine.custom_ops import register_custom_ops
+    from ortops.engine.inference import InferenceSession
+    from ortops.engine.lowering import lower
+    from ortops.engine.trainable.step_graph import step_graph
+    from ortops.engine.training.batch_size import find_batch_size
+    from ortops.engine.training.export import export_step
+    from ortops.engine.training.session import TrainingSession
     from ortops.errors import (
         ArgumentError,
         DivergedError,
@@ -47,15 +52,10 @@ if TYPE_CHECKING:
         OrtopsError,
         UnsupportedError,
     )
-    from ortops.functions.function import Function
+    from ortops.graph.autodiff.grad import grad
+    from ortops.graph.autodiff.registry import vjp
     from ortops.graph.files.saving import save_model
     from ortops.graph.tensor import Tape, Tensor, op
-    from ortops.inference import InferenceSession
-    from ortops.lowering import lower
-    from ortops.trainable.step_graph import step_graph
-    from ortops.training.batch_size import find_batch_size
-    from ortops.training.export import export_step
-    from ortops.training.session import TrainingSession
 
 __version__ = "0.1.0"
 
@@ -110,44 +110,44 @@ _MODULES = {
     "ArgumentError": "ortops.errors",
     "DivergedError": "ortops.errors",
     "FeedError": "ortops.errors",
-    "Function": "ortops.functions.function",
-    "InferenceSession": "ortops.inference",
+    "Function": "ortops.derivatives.function",
+    "InferenceSession": "ortops.engine.inference",
     "KernelError": "ortops.errors",
     "ModelError": "ortops.errors",
     "OrtopsError": "ortops.errors",
     "Tape": "ortops.graph.tensor",
     "Tensor": "ortops.graph.tensor",
-    "TrainingSession": "ortops.training.session",
+    "TrainingSession": "ortops.engine.training.session",
     "UnsupportedError": "ortops.errors",
     "attribution": "ortops",
-    "add_training": "ortops.building.addition",
-    "build_training_file": "ortops.building.builder",
-    "build_training_model": "ortops.building.builder",
+    "add_training": "ortops.engine.building.addition",
+    "build_training_file": "ortops.engine.building.builder",
+    "build_training_model": "ortops.engine.building.builder",
     "callbacks": "ortops",
-    "compose": "ortops.composition.composing",
+    "compose": "ortops.engine.composition.composing",
     "data": "ortops",
     "derivatives": "ortops",
     "distributed": "ortops",
-    "export_step": "ortops.training.export",
-    "find_batch_size": "ortops.training.batch_size",
+    "export_step": "ortops.engine.training.export",
+    "find_batch_size": "ortops.engine.training.batch_size",
     "find_learning_rate": "ortops.callbacks.rate_finder",
-    "grad": "ortops.autodiff.grad",
+    "grad": "ortops.graph.autodiff.grad",
     "llm": "ortops",
     "lora": "ortops",
     "losses": "ortops",
-    "lower": "ortops.lowering",
+    "lower": "ortops.engine.lowering",
     "metrics": "ortops",
     "op": "ortops.graph.tensor",
     "optimizers": "ortops",
     "reference": "ortops",
-    "register_custom_ops": "ortops.custom_ops",
+    "register_custom_ops": "ortops.engine.custom_ops",
     "save_model": "ortops.graph.files.saving",
     "schedules": "ortops",
     "sklearn": "ortops",
-    "split": "ortops.composition.splitting",
-    "step_graph": "ortops.trainable.step_graph",
+    "split": "ortops.engine.composition.splitting",
+    "step_graph": "ortops.engine.trainable.step_graph",
     "surgery": "ortops",
-    "vjp": "ortops.autodiff.registry",
+    "vjp": "ortops.graph.autodiff.registry",
     "weights": "ortops",
 }
 

@@ -26,11 +26,13 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from ortops.arguments import boolean, number, text, whole_number
-from ortops.autodiff.grad import grad
+from ortops._common.arguments import boolean, number, text, whole_number
+from ortops._common.numbers import Array
 from ortops.derivatives.builder import Builder, for_each
+from ortops.engine.lowering import infer_computed_types, lower_ir, normalize
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph import convert
+from ortops.graph.autodiff.grad import grad
 from ortops.graph.convert import ModelLike, blame_model
 from ortops.graph.edit import (
     ELEMENTWISE,
@@ -43,8 +45,6 @@ from ortops.graph.edit import (
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, to_proto
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, op, shape_of, zeros_like
-from ortops.lowering import infer_computed_types, lower_ir, normalize
-from ortops.numbers import Array
 
 __all__ = ["grad_cam", "integrated_gradients", "saliency", "smooth_grad"]
 
@@ -96,7 +96,7 @@ def saliency(
     Source: Simonyan et al., Deep Inside Convolutional Networks, 2013, https://arxiv.org/abs/1312.6034
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = saliency(examples.lenet())
         >>> onnx.helper.printable_value_info(model.graph.output[-1])
         '%attribution[FLOAT, batchx1x8x8]'
@@ -149,7 +149,7 @@ def integrated_gradients(
     https://arxiv.org/abs/1703.01365
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = integrated_gradients(examples.lenet(), baseline="input", target="input")
         >>> [value.name for value in model.graph.input]
         ['images', 'target', 'baseline']
@@ -211,7 +211,7 @@ def smooth_grad(
     Source: Smilkov et al., SmoothGrad, 2017, https://arxiv.org/abs/1706.03825
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = smooth_grad(examples.lenet(), samples=10, noise=0.1)
         >>> [value.name for value in model.graph.output]
         ['logits', 'attribution']
@@ -280,7 +280,7 @@ def grad_cam(
     Source: Selvaraju et al., Grad-CAM, 2016, https://arxiv.org/abs/1610.02391
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = grad_cam(examples.lenet())
         >>> onnx.helper.printable_value_info(model.graph.output[-1])
         '%attribution[FLOAT, batchx1x8x8]'

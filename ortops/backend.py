@@ -15,11 +15,11 @@ import onnx
 import onnxruntime
 from onnx.backend.base import Backend, BackendRep
 
-from ortops.inference import InferenceSession
-from ortops.lowering import lower
-from ortops.numbers import Array
-from ortops.trainable.step_graph import STEP_GRAPH_KEY, step_graph
-from ortops.training.session import TrainingSession
+from ortops._common.numbers import Array
+from ortops.engine.inference import InferenceSession
+from ortops.engine.lowering import lower
+from ortops.engine.trainable.step_graph import STEP_GRAPH_KEY, step_graph
+from ortops.engine.training.session import TrainingSession
 
 __all__ = ["Lowered", "Session", "StepGraph"]
 

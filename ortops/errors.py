@@ -44,7 +44,7 @@ class ArgumentError(OrtopsError, ValueError):
     """An argument has an invalid type or value.
 
     Example:
-        >>> from ortops.arguments import whole_number
+        >>> from ortops._common.arguments import whole_number
         >>> try:
         ...     whole_number("epochs", 0, minimum=1)
         ... except ValueError as error:
@@ -60,7 +60,7 @@ class UnexpectedArgumentError(ArgumentError, TypeError):
 
     Example:
         >>> import ortops
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> try:
         ...     examples.session().fit(examples.BATCH, verbose=0)
         ... except TypeError as error:
@@ -106,7 +106,7 @@ class FeedError(OrtopsError, ValueError):
     Example:
         >>> import numpy as np
         >>> import ortops
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> session = ortops.TrainingSession(
         ...     ortops.build_training_model(examples.mlp((4, 2)), loss="L1", optimizer="SGD"))
         >>> try:
@@ -123,7 +123,7 @@ class DivergedError(OrtopsError, ArithmeticError):
     Example:
         >>> import numpy as np
         >>> import ortops
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> session = ortops.TrainingSession(
         ...     ortops.build_training_model(examples.mlp((4, 2)), loss="L1", optimizer="SGD"))
         >>> images, targets = np.full((8, 4), np.inf, np.float32), np.ones((8, 2), np.float32)

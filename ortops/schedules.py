@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import function, number, whole_number
+from ortops._common.arguments import function, number, whole_number
 from ortops.errors import ArgumentError
 
 __all__ = [

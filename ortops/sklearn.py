@@ -15,15 +15,15 @@ import numpy.typing as npt
 import onnx
 
 from ortops import losses
-from ortops.building.builder import build_training_model
+from ortops._common.numbers import cast_numbers, is_numeric
+from ortops.engine.building.builder import build_training_model
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.external import serialize
 from ortops.graph.row_axes import rows_first, rows_to
 from ortops.losses import Combined, LossLike
-from ortops.numbers import cast_numbers, is_numeric
 from ortops.optimizers import Optimizer, UpdateRule
-from ortops.training.session import TrainingSession
 
 try:
     from scipy.special import expit  # type: ignore[import-untyped]
@@ -280,7 +280,7 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         history_: The history of the last `fit`.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> X, y = np.array([[0.0], [1.0], [2.0], [3.0]]), np.array(["a", "a", "b", "b"])
         >>> def model(features, classes):
         ...     return examples.mlp((features, 8, classes))
@@ -461,7 +461,7 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
         history_: The history of the last `fit`.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> X, y = np.array([[0.0], [1.0], [2.0], [3.0]]), np.array([1.0, 3.0, 5.0, 7.0])
         >>> def model(features, targets):
         ...     return examples.mlp((features, targets))

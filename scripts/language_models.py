@@ -24,7 +24,7 @@ import onnx
 import onnxruntime
 
 import ortops
-from ortops.check import check
+from ortops.engine.check import check
 from ortops.llm import FineTuning
 from ortops.llm.folder import open_folder, sliding_windows
 from scripts.language_model_files import KINDS, SIZES, Kind, write_checkpoint

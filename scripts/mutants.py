@@ -1,12 +1,12 @@
 """Shows what the tests detect: plants defects, one at a time, and runs tests on each.
 
 Draws mutants of the modules of `ortops/`: a changed operator, comparison, sign, condition or
-number, or a dropped term, as many of each room in `ROOMS`. Each is written into a copy of the
-checkout, and the tests of its room run until one fails, the nearest first: the module's doctests,
-files of tests with its name, files that import it. A mutant that survives is equivalent, or a test
+number, or a dropped term, as many of each package in `PACKAGES`. Each is written into a copy of the
+checkout, and the tests of its package run until one fails, the nearest first: the module's
+doctests, files of tests with its name, files that import it. A mutant that survives is equivalent, or a test
 is missing.
 
-Usage: python scripts/mutants.py [--seed 1] [--count 40] [--room NAME] [--suite] [--jobs 2]
+Usage: python scripts/mutants.py [--seed 1] [--count 40] [--package NAME] [--suite] [--jobs 2]
 """
 
 import argparse
@@ -32,12 +32,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-class Room(NamedTuple):
+class Package(NamedTuple):
     """A part of the package, and the tests that are to detect defects in it.
 
     Attributes:
-        modules: Folders and modules of `ortops/`, without those of another room that are named more
-            exactly.
+        modules: Folders and modules of `ortops/`, without those of another package that are named
+            more exactly.
         tests: Files in `tests/`, as patterns without `.py`.
     """
 
@@ -45,25 +45,25 @@ class Room(NamedTuple):
     tests: tuple[str, ...]
 
 
-def room(modules: str, tests: str) -> Room:
-    """Returns a room, given the names with spaces between them."""
-    return Room(tuple(modules.split()), tuple(tests.split()))
+def package(modules: str, tests: str) -> Package:
+    """Returns a package, given the names with spaces between them."""
+    return Package(tuple(modules.split()), tuple(tests.split()))
 
 
-ROOMS = {
-    "rules": room(
-        "autodiff/rules",
+PACKAGES = {
+    "rules": package(
+        "graph/autodiff/rules",
         "test_rules_* test_gradient test_expansion test_onnx_node_cases* test_attention_blocks "
         "test_sliding_cache test_float_types",
     ),
-    "autodiff": room(
-        "autodiff",
+    "autodiff": package(
+        "graph/autodiff",
         "test_gradient test_expansion test_official_cases test_lower test_rules_registry "
         "test_rules_control_flow test_rules_sequence test_rules_elementwise test_scale "
         "test_flex_attention test_tensor test_float_types test_onnx_node_cases test_masked_rows "
         "test_passes",
     ),
-    "graph": room(
+    "graph": package(
         "graph",
         "test_tensor test_shapes test_edit test_folding test_old_models test_weights "
         "test_predictions test_logits_in_parts test_fix_inputs test_untie "
@@ -71,44 +71,44 @@ ROOMS = {
         "test_sklearn_models test_float_types test_targets test_step_graph test_faults "
         "test_deep_graphs test_ranks test_row_axes",
     ),
-    "graph/files": room(
+    "graph/files": package(
         "graph/files",
         "test_external test_held_file test_folders test_building_memory test_training_session "
         "test_export_step test_json_text reliability/test_files reliability/test_hostile",
     ),
-    "passes": room(
-        "passes",
+    "passes": package(
+        "graph/passes",
         "test_passes test_normal_form test_products test_gelu test_rewrite test_rounding "
         "test_max_pool test_cross_entropy test_chunked_logits test_rms_normalization "
         "test_scaled_gradients test_scaled_sums test_transposed test_rectified test_recompute "
         "test_attention_gradients test_training_recurrent test_training_shapes test_targets "
         "test_large_models test_blocked test_ranks reliability/test_groups_of_convolutions",
     ),
-    "lowering": room(
-        "lowering.py inference.py custom_ops.py backend.py",
+    "lowering": package(
+        "engine/lowering.py engine/inference.py engine/custom_ops.py backend.py engine/__init__.py",
         "test_lower test_session test_targets test_custom_ops test_official_cases "
         "test_cubic_resize test_external test_held_file test_folders test_conformance "
         "test_warnings test_without_extensions reliability/test_exit reliability/test_threads",
     ),
-    "execution": room(
-        "execution",
+    "execution": package(
+        "engine/execution",
         "test_split test_passes test_training_* test_scaled_sums test_compiled* test_memory "
         "test_optimizer_trajectories test_optimizer_in_backward test_step_graph test_distributed "
         "test_precision test_providers test_strings test_reset_memory reliability/test_features",
     ),
-    "trainable": room(
-        "trainable",
+    "trainable": package(
+        "engine/trainable",
         "test_step_graph test_precision test_exact_products test_quantization_aware "
         "test_training_session test_with_trainable test_export_step test_other_tools test_weights "
         "test_builder test_surgery reliability/test_hostile",
     ),
-    "building": room(
-        "building",
+    "building": package(
+        "engine/building",
         "test_builder test_parameters test_clipping_and_groups test_building_memory test_entries "
         "test_constants test_predictions test_lora test_with_trainable test_quantization_aware",
     ),
-    "training": room(
-        "training",
+    "training": package(
+        "engine/training",
         "test_builder test_step_graph test_fit* test_data test_clipping_and_groups "
         "test_training_* test_predictions test_parameters test_precision test_export_step "
         "test_digits test_callbacks test_arrow test_anomalies test_batch_size test_collate "
@@ -117,62 +117,59 @@ ROOMS = {
         "reliability/test_feeds reliability/test_resume reliability/test_features "
         "reliability/test_divergence reliability/test_fit_signals",
     ),
-    "losses": room(
+    "losses": package(
         "losses",
         "test_losses* test_builder test_sample_weight test_detection test_preference "
         "test_next_token test_ctc_training test_logits_in_parts",
     ),
-    "optimizers": room(
+    "optimizers": package(
         "optimizers",
         "test_optimizer* test_adam8bit* test_prodigy test_schedule_free "
         "test_clipping_and_groups test_training_session",
     ),
-    "metrics": room("metrics", "test_metrics* test_train_metrics test_ctc_training test_fit"),
-    "callbacks": room(
+    "metrics": package("metrics", "test_metrics* test_train_metrics test_ctc_training test_fit"),
+    "callbacks": package(
         "callbacks", "test_callbacks test_plateau test_tracking test_schedules_of_fit test_fit*"
     ),
-    "data": room("data", "test_image_folder test_cli_data test_arrow test_collate"),
-    "schedules": room(
+    "data": package("data", "test_image_folder test_cli_data test_arrow test_collate"),
+    "schedules": package(
         "schedules.py", "test_schedules test_schedules_of_fit test_plateau test_export_step"
     ),
-    "lora": room("lora", "test_lora* test_compose test_exact_products test_weights_names"),
-    "llm": room("llm", "test_llm* test_preference test_next_token test_language_models"),
-    "weights": room(
+    "lora": package("lora", "test_lora* test_compose test_exact_products test_weights_names"),
+    "llm": package("llm", "test_llm* test_preference test_next_token test_language_models"),
+    "weights": package(
         "weights", "test_weights_names test_weights_torch test_weights* test_lora_peft"
     ),
-    "surgery": room(
+    "surgery": package(
         "surgery",
         "test_surgery test_postprocessing test_pruning test_untie test_fix_inputs "
         "test_detection_exports reliability/test_branches_of_several_shapes",
     ),
-    "composition": room("composition", "test_compose test_losses_teacher"),
-    "functions": room("functions", "test_function* reliability/test_functions"),
-    "derivatives": room(
+    "composition": package("engine/composition", "test_compose test_losses_teacher"),
+    "derivatives": package(
         "derivatives",
-        "test_derivatives test_derivatives_others test_per_sample test_vmap test_casadi",
+        "test_derivatives test_derivatives_others test_per_sample test_vmap test_casadi "
+        "test_function* reliability/test_functions",
     ),
-    "conformance": room("conformance", "test_conformance test_conformance_peers"),
-    "reference": room("reference", "test_reference test_conformance test_flex_attention"),
-    "cli": room(
-        "cli check.py notes.py summary.py __main__.py",
+    "conformance": package("conformance", "test_conformance test_conformance_peers"),
+    "reference": package("reference", "test_reference test_conformance test_flex_attention"),
+    "cli": package(
+        "cli engine/check.py engine/summary.py __main__.py",
         "test_cli test_check test_summary test_cli_data test_llm test_lora test_export_step "
         "test_weights_names test_surgery",
     ),
-    "distributed": room("distributed.py mpi.py", "test_distributed reliability/test_fork"),
-    "attribution": room("attribution.py", "test_attribution"),
-    "sklearn": room("sklearn.py", "test_sklearn_estimators"),
-    "words": room(
-        "__init__.py arguments.py errors.py examples.py numbers.py optional.py other_names.py",
+    "distributed": package("distributed", "test_distributed reliability/test_fork"),
+    "attribution": package("attribution.py", "test_attribution"),
+    "sklearn": package("sklearn.py", "test_sklearn_estimators"),
+    "_common": package(
+        "_common __init__.py errors.py docs",
         "test_arguments test_numbers test_other_names test_builder test_losses test_optimizers "
-        "test_tensor test_fit test_data test_without_extensions test_providers test_untrusted",
-    ),
-    "interruption": room(
-        "uninterrupted.py garbage_collection.py delayed_imports.py",
+        "test_tensor test_fit test_data test_without_extensions test_providers test_untrusted "
         "test_garbage_collection test_delayed_imports reliability/test_signals "
         "reliability/test_fit_signals reliability/test_exit reliability/test_fork",
     ),
 }
-"""Each module belongs to one room."""
+"""Each module belongs to one package."""
 
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,
@@ -278,20 +275,20 @@ def mutants(path: Path) -> list[Mutant]:
     ]
 
 
-def room_of(path: Path) -> str:
-    """Returns the room whose modules name a module most exactly.
+def package_of(path: Path) -> str:
+    """Returns the package whose modules name a module most exactly.
 
     Args:
         path: Its path in the checkout.
     """
     named = [
         (len(part), name)
-        for name, room in ROOMS.items()
-        for part in room.modules
+        for name, package in PACKAGES.items()
+        for part in package.modules
         if path.is_relative_to(Path("ortops", part))
     ]
     if not named:
-        raise LookupError(f"{path} is in no room: add it to ROOMS, with its tests")
+        raise LookupError(f"{path} is in no package: add it to PACKAGES, with its tests")
     return max(named)[1]
 
 
@@ -300,30 +297,30 @@ def modules() -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in (ROOT / "ortops").rglob("*.py"))
 
 
-def draw(seed: int, count: int, rooms: list[str]) -> list[Mutant]:
-    """Draws mutants, the same number of each room.
+def draw(seed: int, count: int, packages: list[str]) -> list[Mutant]:
+    """Draws mutants, the same number of each package.
 
     Args:
         seed: Determines them.
         count: How many.
-        rooms: Keys of `ROOMS`.
+        packages: Keys of `PACKAGES`.
     """
     rng = random.Random(seed)
     found = []
-    for number, name in enumerate(rooms):
-        paths = [path for path in modules() if room_of(path) == name]
+    for number, name in enumerate(packages):
+        paths = [path for path in modules() if package_of(path) == name]
         every = [mutant for path in paths for mutant in mutants(path)]
-        found += rng.sample(every, len(range(number, count, len(rooms))))
+        found += rng.sample(every, len(range(number, count, len(packages))))
     return found
 
 
 def tests_of(path: Path) -> list[str]:
-    """Returns a module, for its doctests, and the files with the tests of its room, nearest first.
+    """Returns a module, for its doctests, and the files with its package's tests, nearest first.
 
     Args:
         path: Its path in the checkout.
     """
-    patterns = ROOMS[room_of(path)].tests
+    patterns = PACKAGES[package_of(path)].tests
     files = [file for each in patterns for file in sorted((ROOT / "tests").glob(f"{each}.py"))]
     word, family = (name.strip("_").rstrip("s") for name in (path.stem, path.parent.name))
     dotted = re.escape(".".join(path.with_suffix("").parts))
@@ -395,12 +392,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--room", choices=ROOMS, action="append", help="only this one")
+    parser.add_argument("--package", choices=PACKAGES, action="append", help="only this one")
     parser.add_argument("--suite", action="store_true", help="survivors meet the whole suite")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     given = parser.parse_args(arguments)
     print(f"--seed {given.seed} --count {given.count}", flush=True)
-    drawn = draw(given.seed, given.count, given.room or list(ROOMS))
+    drawn = draw(given.seed, given.count, given.package or list(PACKAGES))
     folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
 
     def judge(mutant: Mutant) -> tuple[str, str, float]:

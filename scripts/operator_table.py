@@ -16,8 +16,8 @@ import onnx
 from checked import RULES, ZERO_ELSEWHERE, ZERO_GRADIENT, checked
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-from ortops.autodiff.registry import Definition, StructuralRule
-from ortops.autodiff.rules.table import BUILT_IN
+from ortops.graph.autodiff.registry import Definition, StructuralRule
+from ortops.graph.autodiff.rules.table import BUILT_IN
 
 PAGE = Path(__file__).parents[1] / "ortops" / "docs" / "operators.md"
 OPSET = 26

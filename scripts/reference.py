@@ -45,12 +45,12 @@ MODULES = (
     "ortops.sklearn",
 )
 RETURNED = {
-    "Gradients": "ortops.training.gradients",
-    "History": "ortops.training.history",
-    "PackedUpdate": "ortops.execution.settings",
-    "SessionReport": "ortops.execution.settings",
-    "State": "ortops.training.state",
-    "open_data": "ortops.training.data",
+    "Gradients": "ortops.engine.training.gradients",
+    "History": "ortops.engine.training.history",
+    "PackedUpdate": "ortops.engine.execution.settings",
+    "SessionReport": "ortops.engine.execution.settings",
+    "State": "ortops.engine.training.state",
+    "open_data": "ortops.engine.training.data",
 }
 """What has no public name, but is told of on the page of `ortops`: sessions give or read it."""
 COMMAND_LINE = "command_line.md"

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import onnx
 import pytest
 
-from ortops.autodiff.registry import ZeroRule
-from ortops.autodiff.rules.table import BUILT_IN
+from ortops.graph.autodiff.registry import ZeroRule
+from ortops.graph.autodiff.rules.table import BUILT_IN
 
 _ZERO = [key for key, rule in BUILT_IN.rules.items() if isinstance(rule, ZeroRule)]
 

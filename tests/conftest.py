@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
-from ortops.passes import blocked, scaled_sums
-from ortops.passes.blocked import kernels
+from ortops.graph.passes import blocked, scaled_sums
+from ortops.graph.passes.blocked import kernels
 from tests import webgpu
 from tests.c.trainer import LIBRARY
 

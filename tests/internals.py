@@ -11,11 +11,11 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortops import TrainingSession
-from ortops.execution.binding import Binding
-from ortops.execution.execution import Execution
-from ortops.execution.packed import Packed
-from ortops.execution.variant import Variant
-from ortops.training.loaded_model import LoadedModel
+from ortops.engine.execution.binding import Binding
+from ortops.engine.execution.execution import Execution
+from ortops.engine.execution.packed import Packed
+from ortops.engine.execution.variant import Variant
+from ortops.engine.training.loaded_model import LoadedModel
 
 __all__ = [
     "binding_of",

@@ -9,13 +9,13 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from ortops.autodiff.registry import Rules
-from ortops.autodiff.rules import RULES
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
+from ortops.engine.lowering import lower_prepared, prepare, to_proto
 from ortops.graph import convert
+from ortops.graph.autodiff.registry import Rules
+from ortops.graph.autodiff.rules import RULES
+from ortops.graph.passes import Draft, Pass
 from ortops.graph.tensor import Names
-from ortops.lowering import lower_prepared, prepare, to_proto
-from ortops.passes import Draft, Pass
 
 
 class Spy(Pass):
@@ -66,7 +66,7 @@ def lowered_ir(model: ir.Model, *passes: Pass, rules: Rules = RULES) -> ir.Model
 
 
 def finish(model: ir.Model, *passes: Pass, **options: Any) -> ir.Model:
-    """Lets passes, in the order of `ortops.passes.PASSES`, finish a model without gradients."""
+    """Lets passes, in the order of `passes.PASSES`, finish a model without gradients."""
     draft = draft_of(model, **options)
     for each in reversed(passes):
         each.finish(draft)

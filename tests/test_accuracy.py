@@ -49,7 +49,7 @@ from torch.overrides import TorchFunctionMode
 
 import ortops
 from ortops import Tensor, op
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -260,7 +260,7 @@ BOUNDS = {DETECTOR: 1e-2, VOICE: 5e-5}
 
 They end in a Sigmoid whose values are small, of which onnxruntime's kernel has few digits: it is
 right to 3e-8 of 1. A lowered model keeps the operators that are served, and its gradient is that of
-what they compute. A TrainingSession takes Sigmoid apart (`ortops.passes.rounding`).
+what they compute. A TrainingSession takes Sigmoid apart (`ortops.graph.passes.rounding`).
 """
 
 

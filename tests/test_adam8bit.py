@@ -14,7 +14,7 @@ import pytest
 
 import ortops
 from ortops import ArgumentError, Tape, TrainingSession, build_training_model, op
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
 from ortops.optimizers import Adam, Adam8bit, adam8bit
 
 Array = np.ndarray[Any, Any]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ortops
-from ortops import arguments
+from ortops._common import arguments
 
 
 @pytest.mark.parametrize("value", [3, np.int8(3), np.uint64(3), np.array(3)])

@@ -12,8 +12,8 @@ from training_models import affine
 
 import ortops
 from ortops import ArgumentError, FeedError, OrtopsError, TrainingSession, losses
-from ortops.training import arrow as arrow_module
-from ortops.training.arrow import open_arrow
+from ortops.engine.training import arrow as arrow_module
+from ortops.engine.training.arrow import open_arrow
 
 pytestmark = pytest.mark.optional("pyarrow", "tables")
 

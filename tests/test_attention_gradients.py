@@ -11,9 +11,9 @@ import pytest
 
 from models.transformer import transformer
 from ortops import Tape, Tensor, TrainingSession, build_training_model, lora, op
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
+from ortops.graph.passes import Draft
 from ortops.optimizers import SGD
-from ortops.passes import Draft
 from tests.spies import Spy
 
 Array = np.ndarray[Any, Any]

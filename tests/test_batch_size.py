@@ -13,8 +13,8 @@ from training_models import affine, affine_batch, assert_same_arrays, classifier
 
 import ortops
 from ortops import ArgumentError, FeedError, OrtopsError, TrainingSession
+from ortops.engine.training import batch_size
 from ortops.optimizers import Adam
-from ortops.training import batch_size
 
 MEGABYTE = 2**20
 

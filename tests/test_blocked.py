@@ -18,15 +18,15 @@ from running import run
 from models.lenet import lenet
 from models.resnet import resnet
 from ortops import Tape, Tensor, build_training_model, op
-from ortops.execution.sizes import bind_sizes
+from ortops.engine.execution.sizes import bind_sizes
+from ortops.engine.lowering import prepare, to_proto
+from ortops.engine.trainable.step_graph import flatten
 from ortops.graph import convert
 from ortops.graph.edit import remove_defaults
 from ortops.graph.files.external import detach
-from ortops.lowering import prepare, to_proto
+from ortops.graph.passes.blocked import BLOCKED, is_mostly_blocked
+from ortops.graph.passes.blocked.kernels import KERNEL_DOMAIN, block_size
 from ortops.optimizers import SGD
-from ortops.passes.blocked import BLOCKED, is_mostly_blocked
-from ortops.passes.blocked.kernels import KERNEL_DOMAIN, block_size
-from ortops.trainable.step_graph import flatten
 from tests.gradient_models import Build, with_gradients
 from tests.spies import lowered, lowered_ir
 

@@ -12,7 +12,7 @@ import pytest
 from memory_peaks import counts_peaks, deep, peak
 
 import ortops
-from ortops.building.builder import build_light
+from ortops.engine.building.builder import build_light
 from ortops.graph.files import external
 from ortops.graph.files.messages import initializers, is_light, location_of
 from ortops.graph.files.saving import write_model

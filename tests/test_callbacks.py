@@ -39,9 +39,9 @@ from ortops.callbacks import (
     find_learning_rate,
 )
 from ortops.callbacks.monitor import is_line_due
+from ortops.engine.training.history import History
 from ortops.optimizers import SGD, Adam
 from ortops.schedules import Schedule
-from ortops.training.history import History
 
 QUIET: dict[str, Any] = {"progress": False, "batch_size": 4}
 

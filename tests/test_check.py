@@ -17,8 +17,8 @@ from violations import all_violations
 
 import ortops
 from ortops import Tape, losses, op
-from ortops.check import check
 from ortops.cli import main
+from ortops.engine.check import check
 from ortops.errors import ModelError
 from ortops.graph import convert
 

@@ -10,8 +10,8 @@ import pytest
 
 import ortops
 from ortops import Tape, TrainingSession, op
-from ortops.execution.settings import Settings
-from ortops.passes import chunked_logits
+from ortops.engine.execution.settings import Settings
+from ortops.graph.passes import chunked_logits
 
 F = np.float32
 CLASSES, SIZE = 4096, 8

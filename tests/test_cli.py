@@ -1150,7 +1150,7 @@ def test_names_in_files_forge_no_lines(tmp_path: Path, capsys: pytest.CaptureFix
         lines = capsys.readouterr().out.splitlines()
         assert lines.count("no problems: ready to train") <= 1
         assert not any(line.startswith("no problems: ready to train\\") for line in lines)
-    report = str(ortops.check.check(model))
+    report = str(ortops.engine.check.check(model))
     assert "  w\\nno problems: ready to train\\x1b[31m  FLOAT" in report
     node.input[1] = "nothing\nortops: forged"
     onnx.save(model, tmp_path / "model.onnx")

@@ -25,16 +25,16 @@ from ortops import (
     build_training_model,
     schedules,
 )
-from ortops.check import check
-from ortops.execution.settings import Settings
-from ortops.execution.split import Group, split
+from ortops.engine.check import check
+from ortops.engine.execution.settings import Settings
+from ortops.engine.execution.update_groups import Group, split
+from ortops.engine.lowering import lower_optimizers
+from ortops.engine.trainable.metadata import training_metadata
+from ortops.engine.trainable.step_graph import flatten
 from ortops.graph.edit import remove_defaults
 from ortops.graph.files.external import detach
 from ortops.graph.tensor import Names, Tape
-from ortops.lowering import lower_optimizers
 from ortops.optimizers import SGD, Adam, AdamW, Custom, Momentum, Optimizer
-from ortops.trainable.metadata import training_metadata
-from ortops.trainable.step_graph import flatten
 
 STEPS = 20
 WAYS = {

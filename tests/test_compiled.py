@@ -23,14 +23,14 @@ from training_models import affine, affine_batch, classifier, labelled
 import ortops
 from benchmarks import works
 from ortops import TrainingSession, optimizers, schedules
+from ortops.engine.execution import compilation, execution, template, update
+from ortops.engine.execution.compilation import Call
+from ortops.engine.execution.settings import Settings
+from ortops.engine.execution.translation import translate
+from ortops.engine.execution.update_groups import Group, Role
 from ortops.errors import OrtopsError, UnsupportedError
-from ortops.execution import compilation, execution, template, update
-from ortops.execution.compilation import Call
-from ortops.execution.settings import Settings
-from ortops.execution.split import Group, Role
-from ortops.execution.translation import translate
+from ortops.graph.passes import scaled_sums
 from ortops.optimizers import OPTIMIZERS
-from ortops.passes import scaled_sums
 
 WAYS = {
     "small": None,
@@ -436,7 +436,7 @@ if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE
     sys.exit()
 import ortops
 from models import line
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
 logging.basicConfig(format="%(levelname)s %(message)s")
 settings = Settings(compiled_after=(1, 0.0), saved=1.0)
 model = line.session().model()

@@ -29,8 +29,8 @@ import ortops
 from benchmarks import works
 from models import line
 from ortops import TrainingSession, optimizers, schedules
-from ortops.execution import compilation
-from ortops.execution.settings import Settings
+from ortops.engine.execution import compilation
+from ortops.engine.execution.settings import Settings
 from ortops.optimizers import OPTIMIZERS
 
 __all__ = ["anew"]

@@ -636,4 +636,4 @@ def test_the_suite_needs_nothing_else_of_the_package() -> None:
         " and not m.startswith('ortops.conformance')), 'onnxruntime' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "['ortops.delayed_imports'] False\n"  # imported by ortops itself
+    assert done.stdout == "['ortops._common.delayed_imports'] False\n"  # imported by ortops itself

@@ -17,9 +17,9 @@ from violations import all_violations
 import ortops
 from models.detector import STRIDES, detector
 from ortops import build_training_model, op
-from ortops.building.preparation import prepare_for_training
-from ortops.building.tables import table_kind
-from ortops.check import check
+from ortops.engine.building.fixed_values import table_kind
+from ortops.engine.building.preparation import prepare_for_training
+from ortops.engine.check import check
 from ortops.losses import TaskAligned
 from ortops.optimizers import SGD
 from ortops.surgery import before_postprocessing

@@ -12,8 +12,8 @@ import pytest
 from running import run
 
 from ortops import Tape, op
-from ortops.lowering import to_proto
-from ortops.passes.cross_entropy import CROSS_ENTROPY
+from ortops.engine.lowering import to_proto
+from ortops.graph.passes.cross_entropy import CROSS_ENTROPY
 from tests.spies import finish
 
 LOSSES = ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")

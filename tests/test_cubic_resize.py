@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 import ortops
-from ortops.check import check
+from ortops.engine.check import check
 from ortops.graph import faults
 
 

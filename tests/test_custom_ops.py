@@ -28,8 +28,9 @@ from optimizer_cases import (
     with_defaults,
 )
 
-from ortops import custom_ops, optimizers
-from ortops.custom_ops import (
+from ortops import optimizers
+from ortops.engine import custom_ops
+from ortops.engine.custom_ops import (
     DOMAIN,
     ErrorRecorder,
     errors_of_run,
@@ -481,9 +482,9 @@ def test_the_extension_is_imported_at_first_need() -> None:
     run_python("""
         import sys
         import onnxruntime
-        import ortops.custom_ops
+        import ortops.engine.custom_ops
         assert "onnxruntime_extensions" not in sys.modules
-        ortops.custom_ops.register_custom_ops(onnxruntime.SessionOptions())
+        ortops.engine.custom_ops.register_custom_ops(onnxruntime.SessionOptions())
         assert "onnxruntime_extensions" in sys.modules
     """)
 
@@ -492,7 +493,7 @@ def test_the_extension_is_imported_at_first_need() -> None:
 def test_an_exception_in_a_kernel_leaves_the_process_alive() -> None:
     run_python("""
         import numpy as np
-        from ortops import custom_ops
+        from ortops.engine import custom_ops
         from ortops.optimizers import OPERATORS
         from test_custom_ops import SETTINGS, _with_states_of_adam, adam_feeds, session_of
 
@@ -514,7 +515,7 @@ def test_sessions_created_later_leave_the_first_one_running() -> None:
         import gc
         import importlib
         import numpy as np
-        from ortops import custom_ops
+        from ortops.engine import custom_ops
         from test_custom_ops import SETTINGS, adam_feeds, feeds_of, options, session_of
         from optimizer_cases import a_update
 

@@ -21,10 +21,10 @@ from training_models import Arrays, affine, affine_batch, assert_same_arrays
 from waiting import PATIENCE, is_inside, until
 
 from ortops import ArgumentError, FeedError, Tape, TrainingSession, build_training_model, op
+from ortops.engine.training.data import open_data, rows
+from ortops.engine.training.feeds import Inputs
+from ortops.engine.training.prefetch import Prefetcher
 from ortops.optimizers import SGD
-from ortops.training.data import open_data, rows
-from ortops.training.feeds import Inputs
-from ortops.training.prefetch import Prefetcher
 
 ROWS, SIZE = 10, 4
 
@@ -435,7 +435,7 @@ def until_ahead(batches: Iterator[Any]) -> None:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ortops.training.data.Prefetcher", Watched)
+    monkeypatch.setattr("ortops.engine.training.data.Prefetcher", Watched)
 
 
 @pytest.mark.usefixtures("watched")
@@ -873,7 +873,7 @@ def test_a_signal_gets_through_while_a_batch_is_awaited() -> None:
 
 
 def test_a_loader_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ortops.training.prefetch._PATIENCE", 0.01)
+    monkeypatch.setattr("ortops.engine.training.prefetch._PATIENCE", 0.01)
     release = threading.Event()
 
     def hanging() -> Iterator[int]:

@@ -17,7 +17,7 @@ from violations import all_violations
 
 import ortops
 from ortops import lora
-from ortops.check import check
+from ortops.engine.check import check
 from ortops.graph.squashing import partly_squashed, squashed
 
 DEPTH = 5000

@@ -13,7 +13,7 @@ import pytest
 
 import ortops
 from ortops import TrainingSession, build_training_model
-from ortops.check import check
+from ortops.engine.check import check
 from ortops.losses import TaskAligned
 
 

@@ -34,9 +34,9 @@ from training_models import (
 from waiting import until
 
 import ortops
-from ortops import TrainingSession, mpi
+from ortops import TrainingSession
 from ortops.callbacks import Callback, Checkpoint, CSVLog, EarlyStopping
-from ortops.distributed import JoinedSession, join
+from ortops.distributed import JoinedSession, join, mpi
 from ortops.errors import ArgumentError, DivergedError, FeedError, ModelError, OrtopsError
 
 ROOT = Path(__file__).parents[1]

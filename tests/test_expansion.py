@@ -12,14 +12,14 @@ from onnx import TensorProto, helper
 from running import run
 
 import ortops
-from ortops.autodiff import expansion
-from ortops.autodiff.registry import Definition, Table
-from ortops.autodiff.rules import RULES
-from ortops.autodiff.rules.table import BUILT_IN
-from ortops.check import check as check_model
+from ortops.engine.check import check as check_model
+from ortops.engine.lowering import lower_prepared, prepare, to_proto
+from ortops.graph.autodiff import expansion
+from ortops.graph.autodiff.registry import Definition, Table
+from ortops.graph.autodiff.rules import RULES
+from ortops.graph.autodiff.rules.table import BUILT_IN
 from ortops.graph.convert import to_ir
 from ortops.graph.tensor import op
-from ortops.lowering import lower_prepared, prepare, to_proto
 
 SIZE4, SIZE5 = np.array([2, 3, 4, 5]), np.array([2, 3, 2, 3, 4])
 CASES = [

@@ -34,13 +34,13 @@ from ortops import (
     step_graph,
 )
 from ortops.cli import main
+from ortops.engine.training import export
 from ortops.graph.edit import merge_equal_nodes
 from ortops.graph.files.serialization import from_proto, to_proto
 from ortops.graph.files.wire_format import byte_spans
 from ortops.graph.safetensors import map_safetensors, read_safetensors, write_safetensors
 from ortops.optimizers import Adam
 from ortops.schedules import cosine
-from ortops.training import export
 
 
 def assert_same_by_name(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -18,9 +18,9 @@ from running import plain_session, run
 
 import ortops
 from ortops import Tape, cli, op
+from ortops.engine.training.data import Feeds
 from ortops.graph.files import external, saving
 from ortops.optimizers import SGD, Adam
-from ortops.training.data import Feeds
 
 SIZE = 64  # a matrix of 16 KB
 

@@ -36,13 +36,13 @@ from ortops import (
     build_training_model,
     schedules,
 )
-from ortops.execution.execution import Execution
+from ortops.engine.execution.execution import Execution
+from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.history import History
+from ortops.engine.training.progress_bar import ProgressBar
 from ortops.metrics import Accuracy, MeanAbsoluteError, StreamingMetric
 from ortops.optimizers import SGD, Adam
 from ortops.surgery import free_batch
-from ortops.training.callback import Callback, Record
-from ortops.training.history import History
-from ortops.training.progress_bar import ProgressBar
 
 
 def affine_session(rate: float = 0.1, **settings: Any) -> TrainingSession:
@@ -378,7 +378,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A progress bar is drawn after each step, however soon it is."""
-    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
+    monkeypatch.setattr("ortops.engine.training.progress_bar._INTERVAL", 0.0)
 
 
 class AsciiTerminal(Terminal):

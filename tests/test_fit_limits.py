@@ -15,10 +15,10 @@ from training_models import Arrays, assert_same_arrays, classifier, labelled
 import ortops
 from ortops import ArgumentError, TrainingSession, build_training_model
 from ortops.callbacks import BestModel, Callback, Checkpoint, CSVLog, EarlyStopping, JSONLines
+from ortops.engine.training import limits
+from ortops.engine.training.history import History
+from ortops.engine.training.position import POSITION_KEY
 from ortops.optimizers import SGD, Adam
-from ortops.training import limits
-from ortops.training.history import History
-from ortops.training.position import POSITION_KEY
 
 ROWS, BATCH, BATCHES, EPOCHS = 20, 6, 4, 3
 STEPS = BATCHES * EPOCHS

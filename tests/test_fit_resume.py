@@ -24,9 +24,9 @@ from training_models import (
 
 import ortops
 from ortops import ModelError, OrtopsError, TrainingSession, build_training_model, schedules
+from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.position import POSITION_KEY
 from ortops.optimizers import SGD, Adam
-from ortops.training.callback import Callback, Record
-from ortops.training.position import POSITION_KEY
 
 EPOCHS = 3
 ROWS, BATCH = 20, 6  # four batches an epoch, the last of two rows
@@ -703,9 +703,10 @@ def test_a_save_serializes_no_entry_twice(
     entries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    plain = ortops.training.position._plain_entry
+    plain = ortops.engine.training.position._plain_entry
     monkeypatch.setattr(
-        "ortops.training.position._plain_entry", lambda *given: made.append(1) or plain(*given)
+        "ortops.engine.training.position._plain_entry",
+        lambda *given: made.append(1) or plain(*given),
     )
 
     class Saving(Callback):

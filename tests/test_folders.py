@@ -14,7 +14,7 @@ import pytest
 import ortops
 from models import mlp
 from ortops import lora, surgery
-from ortops.check import check
+from ortops.engine.check import check
 from ortops.graph.files.folders import FOLDER_KEY
 
 X = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)

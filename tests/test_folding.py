@@ -12,10 +12,10 @@ import pytest
 from running import run
 
 from ortops import Tape, Tensor, op
+from ortops.engine.lowering import to_proto
 from ortops.graph import convert
 from ortops.graph.folding import fold
 from ortops.graph.shapes import infer_shapes
-from ortops.lowering import to_proto
 
 INT64 = np.iinfo(np.int64)
 FOUND: dict[str, tuple[Callable[[Tensor], Any], set[str]]] = {

@@ -26,7 +26,8 @@ import ortops
 from models import lenet, mlp, resnet, transformer
 from models.torch_twins import twin
 from ortops import Function, Tape, op
-from ortops.functions import programs, torch_module
+from ortops.derivatives import programs
+from ortops.derivatives.bridges import torch as torch_module
 
 pytestmark = [
     pytest.mark.torch,
@@ -551,7 +552,7 @@ def test_copies_and_pickles(module: Any, x: Tensor, tmp_path: Path) -> None:
     assert np.array_equal(pickle.loads(pickle.dumps(f))(x), f(x))
     assert copy.deepcopy(f) is f
     chosen = Function(
-        network(), sess_options=ortops.functions.programs.onnxruntime.SessionOptions()
+        network(), sess_options=ortops.derivatives.programs.onnxruntime.SessionOptions()
     )
     with pytest.raises(TypeError, match="a Function with sess_options cannot be pickled"):
         pickle.dumps(chosen)
@@ -657,6 +658,6 @@ def test_threads_may_share_a_module(x: Tensor) -> None:
 
 def test_torch_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "ortops.functions.torch_module", raising=False)
+    monkeypatch.delitem(sys.modules, "ortops.derivatives.bridges.torch", raising=False)
     with pytest.raises(ortops.OrtopsError, match=r"torch.* not installed; pip install ortops\[t"):
         Function(network()).torch()

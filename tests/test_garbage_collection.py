@@ -11,7 +11,7 @@ import pytest
 import ortops
 from models.mlp import mlp
 from ortops import OrtopsError, TrainingSession, build_training_model
-from ortops.garbage_collection import pause_collection
+from ortops._common.garbage_collection import pause_collection
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from running import run_by_name
 
 import ortops
 from ortops import Tape, Tensor, TrainingSession, build_training_model, op
-from ortops.autodiff.registry import USER
-from ortops.execution.settings import Settings
-from ortops.passes.gelu import GELU
+from ortops.engine.execution.settings import Settings
+from ortops.graph.autodiff.registry import USER
+from ortops.graph.passes.gelu import GELU
 from tests.spies import Spy, lowered
 
 HALF, ROOT = math.sqrt(0.5), math.sqrt(2 / math.pi)

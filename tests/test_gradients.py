@@ -38,10 +38,10 @@ from ortops import (
     build_training_model,
     op,
 )
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
+from ortops.engine.training.gradients import Accumulation, Gradients
 from ortops.losses import MeanSquaredError, SoftmaxCrossEntropy
 from ortops.optimizers import OPTIMIZERS
-from ortops.training.gradients import Accumulation, Gradients
 
 STEPS = 22
 

@@ -22,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import ortops
 from models.mlp import mlp
-from ortops.check import check
+from ortops.engine.check import check
 from ortops.graph import convert
 from ortops.graph.files import external, held_file, wire_format
 

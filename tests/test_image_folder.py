@@ -66,7 +66,7 @@ def weights_of(trained: ortops.TrainingSession) -> Any:
 
 
 def batches(data: Any, trained: ortops.TrainingSession, epoch: int, **more: Any) -> list[Any]:
-    from ortops.training.data import open_data
+    from ortops.engine.training.data import open_data
 
     source = open_data(data, trained.inputs, batch_size=4)
     return [dict(batch) for batch in source.epoch(epoch, **more)]
@@ -208,7 +208,7 @@ def test_weights_of_rows_and_classes() -> None:
     data = image_folder("photos", sampling="balanced")
     trained = session(losses.SoftmaxCrossEntropy(sample_weight="weights"))
     weights = np.arange(20, dtype=np.float32)
-    from ortops.training.data import open_data
+    from ortops.engine.training.data import open_data
 
     source = open_data(data, trained.inputs, batch_size=4, more={"weights": weights})
     rows = np.concatenate(data.arrange(RNG(0), 4)) % 20

@@ -15,9 +15,9 @@ from onnx import TensorProto, helper, numpy_helper
 import ortops
 from benchmarks import language
 from models import llama
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
+from ortops.engine.training import loaded_model
 from ortops.llm import FineTuning, saving
-from ortops.training import loaded_model
 
 ROWS = [[104, 105, 33, 97, 98, 99, 256], [104, 111, 33, 100, 256], [120, 121, 122]]
 K, N, BLOCK = 64, 48, 16

@@ -1,314 +1,42 @@
-"""Imports point one way: from the public face down to the graph."""
+"""Imports point one way: from the command line down to the graph, and never in a circle."""
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ortops"
-
-FLOORS = (
-    (
-        *("conformance", "delayed_imports", "errors", "garbage_collection", "numbers"),
-        *("reference", "uninterrupted"),
-    ),
-    ("arguments", "optional", "other_names"),
-    ("mpi", "notes", "schedules", "summary"),
-    ("graph",),
-    ("autodiff",),
-    ("passes",),
-    ("losses", "metrics", "optimizers", "surgery"),
-    ("custom_ops",),
-    ("lowering",),
-    ("inference",),
-    ("execution",),
-    ("trainable",),
-    ("building",),
-    ("derivatives",),
-    ("training",),
-    (
-        *("attribution", "callbacks", "check", "composition", "distributed", "functions", "lora"),
-        *("backend", "sklearn", "weights"),
-    ),
-    ("data",),
-    ("llm",),
-    ("__init__",),
-    ("examples",),
-    ("cli",),
-    ("__main__",),
-)
-"""The rooms of the house, from the lowest floor up. A room imports from itself and from below."""
-
-WITHIN = {
-    "conformance": (
-        *("case", "formulas", "optimizers", "gradients", "operators", "control_flow", "training"),
-        *("refusals", "suite", "files", "running", "backends", "onnx_runner", "report"),
-        *("__init__", "__main__"),
-    ),
-    "reference": (
-        *("traced", "operators", "replay", "gradient", "optimizers", "training", "backend"),
-        "__init__",
-    ),
-    "graph": (
-        *("limits", "files", "safetensors", "layer_names", "adapters", "pooling", "tensor", "edit"),
-        *(
-            "faults",
-            "element_types",
-            "folding",
-            "shapes",
-            "convert",
-            "linear_models",
-            "weights",
-            "squashing",
-            "labels",
-            "row_axes",
-        ),
-    ),
-    "graph.files": (
-        *(
-            "atomic",
-            "opening",
-            "archive",
-            "json_text",
-            "json_fields",
-            "json_metadata",
-            "folders",
-            "wire_format",
-            "messages",
-            "validation",
-            "loading",
-        ),
-        *("serialization", "held_file", "external", "streaming", "saving"),
-    ),
-    "optimizers": (
-        *("optimizer", "gradient_descent", "squares", "moments", "variants", "sign", "layerwise"),
-        *("factored", "orthogonal", "schedule_free", "prodigy", "quantized", "__init__"),
-    ),
-    "autodiff": ("guards", "registry", "backward", "gradient_node", "grad", "expansion", "rules"),
-    "derivatives": (
-        *("builder", "formulas", "casadi_files", "batching", "vmap", "per_sample", "__init__"),
-    ),
-    "functions": (
-        *(
-            "residuals",
-            "programs",
-            "call_arguments",
-            "bridges",
-            "function",
-            "jax_function",
-            "pytensor_op",
-        ),
-        *("scipy_functions", "torch_module", "__init__"),
-    ),
-    "callbacks": (
-        *("monitor", "best", "plateau", "checkpoint", "logs", "tracking", "drawing", "plot"),
-        "rate_finder",
-        "__init__",
-    ),
-    "lora": (
-        *(
-            "patterns",
-            "removal",
-            "fingerprints",
-            "model",
-            "fused",
-            "targets",
-            "addition",
-            "merging",
-        ),
-        *("adapter_file", "files", "peft_layers", "peft", "__init__"),
-    ),
-    "composition": ("record", "parts", "composing", "splitting", "__init__"),
-    "weights": (
-        *("names", "checkpoints", "layouts", "readers", "matching", "transfer", "__init__"),
-    ),
-    "llm": (
-        "folder",
-        "rendering",
-        "tokenization",
-        "examples",
-        "preferences",
-        "checkpoint",
-        "pruning",
-        "generation",
-        "several_files",
-        "sequence_pairs",
-        "decoding",
-        "merging",
-        "experts",
-        "packing",
-        "batches",
-        "serving",
-        "saving",
-        "tuning",
-        "measuring",
-        "checking",
-        "__init__",
-    ),
-    "data": (
-        *("images", "augmentation", "rows", "folders"),
-        "__init__",
-    ),
-    "metrics": (
-        *("metric", "classification", "confusion", "ranking", "regression", "sequence"),
-        "detection",
-        "functions",
-        "__init__",
-    ),
-    "surgery": (
-        *("reading", "head", "batch", "branches", "output", "tied"),
-        *("channels", "channel_rules", "pruning", "postprocessing", "__init__"),
-    ),
-    "passes": (
-        *(
-            "order",
-            "finite",
-            "draft",
-            "rewrite",
-            "rematerialization",
-            "cross_entropy",
-            "products",
-            "numbers",
-            "padding",
-            "normal_form",
-            "computed_sizes",
-            "gelu",
-            "swish",
-            "rms_normalization",
-            "scattered_sums",
-            "attention",
-        ),
-        *(
-            "max_pool",
-            "rectified",
-            "transposed",
-            "recurrent",
-            "blocked",
-            "rounding",
-            "webgpu",
-        ),
-        *(
-            "quantized_weights",
-            "chunked_logits",
-            "scaled_sums",
-            "gated_sums",
-            "scaled_gradients",
-            "__init__",
-        ),
-    ),
-    "losses": (
-        *("teacher", "loss", "compute", "classification", "regression"),
-        *("similarity", "sequence", "segmentation", "distillation", "preference", "angular"),
-        *("boxes", "detection"),
-        "__init__",
-    ),
-    "cli": (
-        *("parser", "standard_streams", "calls", "configuration", "streams"),
-        *("data", "outputs"),
-        *(
-            "checking",
-            "training",
-            "prediction",
-            "exporting",
-            "adapters",
-            "checkpoints",
-            "tuning",
-            "inspection",
-        ),
-        *("completion", "__init__"),
-    ),
-    "execution": (
-        *(
-            "step",
-            "providers",
-            "placement",
-            "memory",
-            "settings",
-            "onnxruntime_sessions",
-            "strings",
-            "sizes",
-            "split",
-            "translation",
-            "overwriting",
-            "packed",
-            "repetition",
-        ),
-        *(
-            "compilation",
-            "update",
-            "cut",
-            "in_place",
-            "template",
-            "binding",
-            "variant",
-            "shape_cache",
-            "split_step",
-            "execution",
-        ),
-    ),
-    "trainable": (
-        *("metadata", "training_mode", "bfloat16", "step_graph", "limited"),
-        *("model_run", "child_process", "initialization", "write_back"),
-    ),
-    "building": (
-        *("tables", "parameters", "preparation", "reachability", "algorithm", "groups", "clipping"),
-        *("updates", "without_adapter", "recipe", "builder", "addition"),
-    ),
-    "training": (
-        *(
-            "history",
-            "callback",
-            "interruption",
-            "limits",
-            "training_metrics",
-            "position",
-            "probabilities",
-            "progress_bar",
-        ),
-        *(
-            "tables",
-            "prefetch",
-            "feeds",
-            "declared_shapes",
-            "row_data",
-            "padding",
-            "arrow",
-            "samples",
-            "data",
-            "sample_weights",
-            "validation_split",
-            "state",
-            "schedule_length",
-            "anomalies",
-            "initial_values",
-            "gradients",
-        ),
-        *(
-            "loaded_model",
-            "evaluation",
-            "fitting",
-            "steps",
-            "turns",
-            "constants",
-            "rebuilding",
-            "model_file",
-            "session",
-            "batch_size",
-            "export",
-        ),
-    ),
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
 }
-"""The files of a room, of which each imports from those before it."""
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+LAYERS = {
+    "": (
+        *("errors", "_common", "conformance", "reference", "schedules"),
+        "graph",
+        *("losses", "metrics", "optimizers", "surgery"),
+        "engine",
+        *("derivatives", "attribution", "backend", "callbacks", "distributed", "lora", "sklearn"),
+        *("weights", "data", "llm", "__init__", "docs", "cli", "__main__"),
+    ),
+    "graph": ("tensor", "shapes", "convert", "autodiff", "passes"),
+    "engine": ("lowering", "execution", "trainable", "building", "training"),
+}
+"""The order of a package's members: each imports only from those before it.
 
+At the top, all are named, and no other entry is. In other packages, the members that are not named
+may import and be imported as long as there is no circle.
+"""
 
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+ALONE = ("conformance", "reference")
+"""Packages that import nothing of the others: what they judge must not be what they judge by."""
 
 
 @functools.cache
@@ -317,89 +45,117 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> set[str]:
-    """Returns what a file imports from the package, as ``room.file``, wherever it does so."""
+    """Returns the modules of the package that a file imports, wherever it does so."""
     found: set[str] = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ortops":
             assert not node.level
             base = (node.module or "").removeprefix("ortops").lstrip(".")
-            folder = PACKAGE.joinpath(*base.split(".")) if base else PACKAGE
-            for alias in node.names:
-                inner = (folder / alias.name).is_dir() or (folder / f"{alias.name}.py").exists()
-                found.add(f"{base}.{alias.name}".lstrip(".") if inner else base or "__init__")
+            found.update(f"{base}.{alias.name}".lstrip(".") for alias in node.names)
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if alias.name.split(".")[0] == "ortops"]
-            found.update(name.removeprefix("ortops").lstrip(".") or "__init__" for name in names)
+            found.update(name.removeprefix("ortops").lstrip(".") for name in names)
+    return {module_of(name) for name in found}
+
+
+def module_of(name: str) -> str:
+    """Returns the module that a dotted name is, or belongs to."""
+    while name:
+        for module in (name, f"{name}.__init__"):
+            if module in MODULES:
+                return module
+        name = name.rpartition(".")[0]
+    return "__init__"
+
+
+@functools.cache
+def imported() -> dict[str, set[str]]:
+    """Returns what each module imports, without itself."""
+    return {module: imports(path) - {module} for module, path in MODULES.items()}
+
+
+def members(package: str, edges: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Returns what each member of a package, a module or a package, imports of the others."""
+    prefix = f"{package}." if package else ""
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, others in edges.items():
+        if module.startswith(prefix):
+            own = module.removeprefix(prefix).split(".")[0]
+            inside = (other for other in others if other.startswith(prefix))
+            names = {other.removeprefix(prefix).split(".")[0] for other in inside}
+            found[own] |= names - {own}
     return found
 
 
-def floor_of(module: str) -> int:
-    return next(number for number, rooms in enumerate(FLOORS) if module.split(".")[0] in rooms)
+def circles(edges: Mapping[str, set[str]]) -> list[str]:
+    """Returns circles, of modules or of the members of a package."""
+    packages = {module.rpartition(".")[0] for module in edges}
+    graphs = {"modules": edges, **{f"ortops.{each}": members(each, edges) for each in packages}}
+    found = []
+    for name, graph in graphs.items():
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            found.append(f"{name}: {' -> '.join(reversed(error.args[1]))}")
+    return found
 
 
-def test_every_file_has_its_place() -> None:
-    rooms = {room for floor in FLOORS for room in floor}
-    assert {module_of(path).split(".")[0] for path in FILES} == rooms
-    for room, files in WITHIN.items():
-        folder = PACKAGE.joinpath(*room.split("."))
-        members = {path.stem for path in FILES if path.parent == folder}
-        members |= {path.parent.name for path in FILES if path.parent.parent == folder}
-        assert members - {"__init__"} == set(files) - {"__init__"}, room
+def upward(edges: Mapping[str, set[str]]) -> list[str]:
+    """Returns the imports of members of a package from those after them."""
+    found = []
+    for package, order in LAYERS.items():
+        for own, others in members(package, edges).items():
+            for other in others & set(order) if own in order else ():
+                if order.index(other) > order.index(own):
+                    prefix = f"ortops.{package}." if package else "ortops."
+                    found.append(f"{prefix}{own} imports {prefix}{other}")
+    return found
 
 
-@pytest.mark.slow
-def test_the_test_sees_imports() -> None:
-    assert "graph.tensor" in imports(PACKAGE / "losses" / "regression.py")
-    assert "graph.convert" in imports(PACKAGE / "check.py")
-    assert "cli" in imports(PACKAGE / "__main__.py")
-
-
-def upward(own: str, others: set[str]) -> Iterator[str]:
-    """Yields what a file imports from above it, and from beside it in another room."""
-    for other in sorted(others):
-        if floor_of(other) > floor_of(own):
-            yield f"ortops.{own} imports ortops.{other}"
-        if floor_of(other) == floor_of(own) and own.split(".")[0] != other.split(".")[0]:
-            yield f"ortops.{own} imports ortops.{other}, which stands beside it"
-        for room, order in WITHIN.items():
-            if own.startswith(f"{room}.") and f"{other}.".startswith(f"{room}."):
-                inside = room.count(".") + 1
-                file = [*other.split("."), "__init__"][inside]
-                if order.index(file) > order.index(own.split(".")[inside]):
-                    yield f"ortops.{own} imports ortops.{other}, which comes later in {room}"
+def test_no_modules_and_no_packages_import_each_other() -> None:
+    assert not circles(imported())
 
 
 def test_imports_point_downwards() -> None:
-    found = [line for path in FILES for line in upward(module_of(path), imports(path))]
-    assert not found, "\n".join(found)
+    assert not upward(imported())
 
 
-@pytest.mark.parametrize(
-    ("own", "other", "said"),
-    [
-        ("graph.tensor", "autodiff.backward", "ortops.graph.tensor imports ortops.autodiff"),
-        ("losses.loss", "metrics.metric", "which stands beside it"),
-        ("graph.files.atomic", "graph.files.saving", "which comes later in graph.files"),
-        ("graph.limits", "graph.files.saving", "which comes later in graph"),
-    ],
-)
-def test_the_test_sees_directions(own: str, other: str, said: str) -> None:
-    (line,) = upward(own, {other, "errors"})
-    assert said in line
-    assert not list(upward(other, {own})) or "beside" in said
+def test_every_entry_has_its_layer() -> None:
+    entries = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    entries -= {"__pycache__", "web"}
+    assert entries == set(LAYERS[""])
+    assert len(entries - {"__init__", "__main__"}) + len(["web"]) <= 24
+
+
+def test_oracles_import_nothing_that_they_judge() -> None:
+    for package in ALONE:
+        assert members("", imported())[package] == set(), package
+
+
+def test_circles_and_directions_are_seen() -> None:
+    assert "graph.tensor" in imports(PACKAGE / "losses" / "regression.py")
+    assert "graph.convert" in imports(PACKAGE / "engine" / "check.py")
+    assert "cli.__init__" in imports(PACKAGE / "__main__.py")
+    (line,) = circles({"a.x": {"b.x"}, "b.x": set(), "b.y": {"a.x"}, "errors": set()})
+    assert line in ("ortops.: a -> b -> a", "ortops.: b -> a -> b")
+    assert circles({"a": {"b"}, "b": {"a"}})[0].startswith("modules: ")
+    assert upward({"graph.tensor": {"graph.passes.gelu"}, "losses.loss": {"graph.tensor"}}) == [
+        "ortops.graph.tensor imports ortops.graph.passes"
+    ]
+    assert upward({"graph.edit": {"engine.lowering"}}) == ["ortops.graph imports ortops.engine"]
 
 
 @pytest.mark.slow
 def test_no_import_waits_in_a_function() -> None:
     """But for what the public face imports on demand."""
     found = []
-    for path in FILES:
-        if module_of(path) in ("__init__", "cli.__init__", "inference"):
+    for module, path in MODULES.items():
+        if module in ("__init__", "cli.__init__", "engine.inference"):
             continue
         for function in ast.walk(tree_of(path)):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 kinds = (ast.Import, ast.ImportFrom)
                 inner = (node for node in ast.walk(function) if isinstance(node, kinds))
                 ours = [n for n in inner if "ortops" in ast.unparse(n)]
-                found += [f"{module_of(path)}: {ast.unparse(each)}" for each in ours]
+                found += [f"{module}: {ast.unparse(each)}" for each in ours]
     assert not found, "\n".join(found)

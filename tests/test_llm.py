@@ -19,12 +19,12 @@ import ortops
 from models import llama
 from ortops import ArgumentError, FeedError, Tape, op, schedules
 from ortops.cli import main
+from ortops.engine.training.samples import grouped
 from ortops.llm import FineTuning
 from ortops.llm.checking import check_folder
 from ortops.llm.examples import batch_of, example_of, read_examples
 from ortops.llm.folder import open_folder
 from ortops.llm.tokenization import Tokenizer
-from ortops.training.samples import grouped
 
 ROWS = [
     {"input_ids": [104, 105, 33, 97, 98, 99, 256], "labels": [-100, -100, -100, 97, 98, 99, 256]},

@@ -11,8 +11,8 @@ import pytest
 
 import ortops
 from ortops import ModelError, TrainingSession
+from ortops.engine.training.probabilities import warn_of_probabilities
 from ortops.losses import BinaryCrossEntropy, BinaryCrossEntropyWithLogits, SoftmaxCrossEntropy
-from ortops.training.probabilities import warn_of_probabilities
 
 WEIGHTS = ", ".join(map(str, np.random.default_rng(0).standard_normal(48).round(2).tolist()))
 

@@ -36,7 +36,7 @@ from violations import all_violations
 import ortops
 from models import mlp
 from ortops import ArgumentError, ModelError, Tape, TrainingSession, UnsupportedError, lora, op
-from ortops.check import check
+from ortops.engine.check import check
 
 F = np.float32
 # What onnxruntime's tool for four bits is called since 1.22.

@@ -26,7 +26,7 @@ from lora_models import ROWS, outputs, random_adapter, values, with_values
 import ortops
 from models import mlp
 from ortops import ArgumentError, ModelError, OrtopsError, lora
-from ortops.check import check
+from ortops.engine.check import check
 from ortops.graph.limits import LIMITS
 from ortops.lora.adapter_file import read_adapter_file
 

@@ -16,8 +16,8 @@ from training_models import Arrays, assert_same_arrays, classifier, labelled
 import ortops
 from ortops import Tape, Tensor, TrainingSession, build_training_model, losses, op
 from ortops.callbacks import Callback
-from ortops.training.gradients import Accumulation
-from ortops.training.position import POSITION_KEY
+from ortops.engine.training.gradients import Accumulation
+from ortops.engine.training.position import POSITION_KEY
 from tests.loss_models import Array, loss_and_gradients, value_and_count
 
 RNG = np.random.default_rng(0)

@@ -16,9 +16,9 @@ import pytest
 
 from benchmarks import language, machine, machine_report, measurements
 from benchmarks.machine_report import PARTS, Report, main, plan, run, start
-from ortops.execution.memory import Device
-from ortops.execution.providers import why_unusable
-from ortops.execution.settings import Settings
+from ortops.engine.execution.memory import Device
+from ortops.engine.execution.providers import why_unusable
+from ortops.engine.execution.settings import Settings
 from scripts import speed_table
 from tests.waiting import until
 

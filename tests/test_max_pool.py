@@ -10,9 +10,9 @@ import pytest
 from running import run
 
 from ortops import Tape, op
+from ortops.engine.lowering import to_proto
 from ortops.graph import convert
-from ortops.lowering import to_proto
-from ortops.passes.max_pool import MAX_POOL
+from ortops.graph.passes.max_pool import MAX_POOL
 from tests.spies import finish
 
 Array = np.ndarray[Any, Any]

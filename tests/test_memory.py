@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 
-from ortops.execution.memory import put_all
+from ortops.engine.execution.memory import put_all
 
 
 class Read(Mapping[str, np.ndarray]):

@@ -14,6 +14,7 @@ import pytest
 from models import line
 from ortops import ArgumentError, Tape, TrainingSession, build_training_model
 from ortops.callbacks import BestModel, Callback, EarlyStopping, Record, ReduceLROnPlateau
+from ortops.engine.training.history import History
 from ortops.losses import L1
 from ortops.metrics import (
     METRICS,
@@ -24,7 +25,6 @@ from ortops.metrics import (
     StreamingMetric,
     resolve,
 )
-from ortops.training.history import History
 
 ERRORS = {
     *("mean_absolute_error", "mae", "l1", "MeanAbsoluteError", "mean_squared_error", "mse", "MSE"),

@@ -77,7 +77,7 @@ def test_mutants_that_no_test_detects_survive(
 ) -> None:
     module = checkout / "ortops/losses/loss.py"
     module.write_text(SMALL)
-    assert mutants.main(["--seed", "0", "--count", "2", "--room", "losses"]) == 1
+    assert mutants.main(["--seed", "0", "--count", "2", "--package", "losses"]) == 1
     shown = capsys.readouterr().out
     assert shown.startswith("--seed 0 --count 2\n")
     for expected in (
@@ -95,32 +95,32 @@ def test_tests_that_fail_without_a_mutant_kill_none(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkout / "tests/test_losses.py").write_text("def test_step():\n    assert 0")
-    assert mutants.main(["--count", "1", "--room", "losses"]) == 1
+    assert mutants.main(["--count", "1", "--package", "losses"]) == 1
     shown = capsys.readouterr().out
     assert "\nUNCLEAR  ortops/losses/loss.py:" in shown
     assert "::test_step - assert 0, without a mutant\n0 killed, 0 survived, 1 unclear; " in shown
 
 
-def test_every_module_belongs_to_a_room_and_every_name_in_a_room_is_there() -> None:
-    inhabited = {mutants.room_of(path) for path in mutants.modules()}
-    assert inhabited == set(mutants.ROOMS)
+def test_every_module_belongs_to_a_package_and_every_name_in_it_is_there() -> None:
+    inhabited = {mutants.package_of(path) for path in mutants.modules()}
+    assert inhabited == set(mutants.PACKAGES)
     root, missing = mutants.ROOT, []
-    for name, room in mutants.ROOMS.items():
-        missing += [(name, part) for part in room.modules if not (root / "ortops" / part).exists()]
-        for each in room.tests:
+    for name, package in mutants.PACKAGES.items():
+        missing += [(name, part) for part in package.modules if not (root / "ortops" / part).exists()]
+        for each in package.tests:
             missing += [] if list((root / "tests").glob(f"{each}.py")) else [(name, each)]
     assert missing == []
 
 
-def test_a_module_without_a_room_is_an_error() -> None:
-    with pytest.raises(LookupError, match=r"ortops/new\.py is in no room"):
-        mutants.room_of(Path("ortops/new.py"))
+def test_a_module_without_a_package_is_an_error() -> None:
+    with pytest.raises(LookupError, match=r"ortops/new\.py is in no package"):
+        mutants.package_of(Path("ortops/new.py"))
 
 
 def test_the_nearest_tests_come_first() -> None:
     first = {
-        "ortops/passes/blocked/kernels.py": "tests/test_blocked.py",
-        "ortops/autodiff/rules/pooling.py": "tests/test_rules_pooling.py",
+        "ortops/graph/passes/blocked/kernels.py": "tests/test_blocked.py",
+        "ortops/graph/autodiff/rules/pooling.py": "tests/test_rules_pooling.py",
         "ortops/graph/files/held_file.py": "tests/test_held_file.py",
     }
     for path, file in first.items():

@@ -17,12 +17,12 @@ from running import run
 
 import ortops
 from ortops import Tape, TrainingSession, build_training_model, op
-from ortops.autodiff.registry import Table
-from ortops.autodiff.rules import RULES
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
+from ortops.graph.autodiff.registry import Table
+from ortops.graph.autodiff.rules import RULES
+from ortops.graph.passes.normal_form import NORMAL_FORM
 from ortops.losses import SoftmaxCrossEntropy
 from ortops.optimizers import SGD
-from ortops.passes.normal_form import NORMAL_FORM
 from tests.spies import Spy, lowered
 
 WEIGHTS = ", ".join(map(str, np.random.default_rng(0).standard_normal(24).round(2).tolist()))

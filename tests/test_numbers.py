@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from violations import all_violations
 
-from ortops.numbers import cast_numbers, integer
+from ortops._common.numbers import cast_numbers, integer
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 FLOATS = ["float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"]

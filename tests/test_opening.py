@@ -12,6 +12,7 @@ from violations import all_violations
 
 from ortops import FeedError, ModelError, OrtopsError
 from ortops.cli import main
+from ortops.engine.training.arrow import open_arrow
 from ortops.graph.files.opening import file_in_folder, open_regular
 from ortops.graph.limits import LIMITS
 from ortops.graph.safetensors import read_safetensors
@@ -19,7 +20,6 @@ from ortops.llm.examples import rows_of
 from ortops.llm.folder import open_folder
 from ortops.llm.tokenization import Tokenizer
 from ortops.lora.adapter_file import read_adapter_file
-from ortops.training.arrow import open_arrow
 from ortops.weights.checkpoints import read_checkpoint
 
 posix = pytest.mark.skipif(os.name == "nt", reason="pipes and links are POSIX's")

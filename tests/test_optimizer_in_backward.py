@@ -18,10 +18,10 @@ from memory_peaks import counts_peaks, deep, peak
 
 import ortops
 from ortops import ArgumentError, Tape, TrainingSession, UnsupportedError, build_training_model, op
-from ortops.execution.binding import Binding
-from ortops.execution.settings import Settings
+from ortops.engine.execution.binding import Binding
+from ortops.engine.execution.settings import Settings
+from ortops.engine.lowering import to_proto
 from ortops.graph.tensor import IR_VERSION
-from ortops.lowering import to_proto
 from ortops.optimizers import Adam, Adam8bit, Momentum
 
 WIDTH, DEPTH, ROWS = 192, 3, 6  # 192² elements, more than a variable needs to be updated early

@@ -23,7 +23,7 @@ from running import run
 from violations import all_violations
 
 from ortops import ArgumentError, Tape, TrainingSession, build_training_model
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
 from ortops.optimizers import (
     LAMB,
     OPTIMIZERS,

@@ -38,7 +38,7 @@ def session(**arguments: Any) -> ortops.TrainingSession:
     ],
 )
 def test_losses_of_other_libraries(name: str, expected: str) -> None:
-    found, _ = ortops.other_names.find_name(name, losses.LOSSES, losses.OTHER_NAMES)
+    found, _ = ortops._common.other_names.find_name(name, losses.LOSSES, losses.OTHER_NAMES)
     assert found == expected
 
 

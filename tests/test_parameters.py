@@ -21,8 +21,8 @@ from ortops import (
     build_training_model,
     op,
 )
-from ortops.building.parameters import SETTINGS
-from ortops.check import check
+from ortops.engine.building.parameters import SETTINGS
+from ortops.engine.check import check
 from ortops.optimizers import AdamW
 
 F = np.float32

@@ -27,16 +27,16 @@ from models.lstm import lstm
 from models.mlp import mlp
 from models.transformer import transformer
 from ortops import OrtopsError, Tape, Tensor, TrainingSession, build_training_model, op
-from ortops.autodiff.registry import USER, Rules, Table
-from ortops.autodiff.rules import RULES
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
+from ortops.graph.autodiff.registry import USER, Rules, Table
+from ortops.graph.autodiff.rules import RULES
+from ortops.graph.passes import passes_for, quantized_weights
+from ortops.graph.passes.blocked.kernels import block_size
+from ortops.graph.passes.broadcast_scalars import NUMBERS
+from ortops.graph.passes.quantized_weights import has_kernel
+from ortops.graph.passes.rematerialization import Rematerialization
+from ortops.graph.passes.scaled_sums import has_gated_add
 from ortops.optimizers import SGD
-from ortops.passes import passes_for, quantized_weights
-from ortops.passes.blocked.kernels import block_size
-from ortops.passes.numbers import NUMBERS
-from ortops.passes.quantized_weights import has_kernel
-from ortops.passes.rematerialization import Rematerialization
-from ortops.passes.scaled_sums import has_gated_add
 from tests.gradient_models import with_gradients
 from tests.spies import Spy, lowered
 

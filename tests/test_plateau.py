@@ -16,9 +16,9 @@ import ortops
 from ortops import ArgumentError, ModelError, OrtopsError, TrainingSession, build_training_model
 from ortops.callbacks import Callback, Checkpoint, ReduceLROnPlateau
 from ortops.distributed import join
+from ortops.engine.training.callback import Record
+from ortops.engine.training.history import History
 from ortops.optimizers import SGD, Adam
-from ortops.training.callback import Record
-from ortops.training.history import History
 
 DATA = labelled((6,), rows=20)
 HELD = labelled((6,), rows=9, seed=7)

@@ -34,10 +34,10 @@ from ortops import (
     build_training_model,
     op,
 )
-from ortops.check import check
-from ortops.execution.settings import Settings
+from ortops.engine.check import check
+from ortops.engine.execution.settings import Settings
+from ortops.engine.trainable.metadata import METADATA_KEY
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum, Optimizer
-from ortops.trainable.metadata import METADATA_KEY
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

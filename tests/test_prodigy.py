@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from ortops import ArgumentError, TrainingSession, build_training_model
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
 from ortops.optimizers import Prodigy
 
 LINE = """<ir_version: 10, opset_import: ["": 21]>

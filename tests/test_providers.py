@@ -19,14 +19,14 @@ from models.lenet import lenet
 from models.resnet import resnet
 from ortops import TrainingSession, build_training_model, optimizers
 from ortops.cli import main
+from ortops.engine.execution import binding, memory, onnxruntime_sessions
+from ortops.engine.execution.device_updates import copy_last
+from ortops.engine.execution.memory import Device, DeviceArray, device_of, fetch, put
+from ortops.engine.execution.onnxruntime_sessions import Sessions
+from ortops.engine.execution.providers import choose_providers
+from ortops.engine.execution.settings import Settings
+from ortops.engine.inference import InferenceSession
 from ortops.errors import ArgumentError, UnsupportedError
-from ortops.execution import binding, memory, onnxruntime_sessions
-from ortops.execution.memory import Device, DeviceArray, device_of, fetch, put
-from ortops.execution.onnxruntime_sessions import Sessions
-from ortops.execution.overwriting import copy_last
-from ortops.execution.providers import choose_providers
-from ortops.execution.settings import Settings
-from ortops.inference import InferenceSession
 from ortops.llm import FineTuning
 from tests.training_models import assert_same_arrays, classifier, labelled
 
@@ -88,7 +88,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     for place in ("binding.fetch", "binding.put", "execution.fetch", "memory.put"):
-        monkeypatch.setattr(f"ortops.execution.{place}", note(place.rsplit(".", 1)[-1]))
+        monkeypatch.setattr(f"ortops.engine.execution.{place}", note(place.rsplit(".", 1)[-1]))
     return found
 
 

@@ -20,8 +20,8 @@ from models.mlp import mlp
 from models.resnet import resnet
 from models.transformer import transformer
 from ortops import ArgumentError, ModelError, Tape, TrainingSession, op
+from ortops.graph.passes.rematerialization import _Forward
 from ortops.optimizers import SGD, Adam
-from ortops.passes.rematerialization import _Forward
 
 Array = np.ndarray[Any, Any]
 

@@ -11,7 +11,7 @@ import pytest
 from running import run
 
 from ortops import Tensor, op
-from ortops.passes.rectified import RECTIFIED
+from ortops.graph.passes.rectified import RECTIFIED
 from tests.gradient_models import Array, Build, with_gradients
 from tests.spies import lowered
 

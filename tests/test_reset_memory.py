@@ -13,7 +13,7 @@ import pytest
 from memory_peaks import counts_peaks, deep, peak
 
 import ortops
-from ortops.execution import execution
+from ortops.engine.execution import execution
 from ortops.graph.files import external
 
 SETUP = """

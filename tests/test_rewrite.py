@@ -11,9 +11,9 @@ import pytest
 from running import run_by_name
 
 from ortops import Tape, Tensor, op
+from ortops.engine.lowering import to_proto
+from ortops.graph.passes.rewrite import Pattern, PatternPass, Result, pattern, rewrite
 from ortops.graph.tensor import Names
-from ortops.lowering import to_proto
-from ortops.passes.rewrite import Pattern, PatternPass, Result, pattern, rewrite
 from tests.spies import finish
 
 X = np.float32([-1, 2])

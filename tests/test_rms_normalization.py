@@ -17,12 +17,12 @@ from running import run_by_name
 
 import ortops
 from ortops import Tape, Tensor, TrainingSession, build_training_model, op
-from ortops.autodiff.registry import USER
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
+from ortops.graph.autodiff.registry import USER
+from ortops.graph.passes.gated_sums import GATED_SUMS
+from ortops.graph.passes.rms_normalization import RMS_NORMALIZATION
+from ortops.graph.passes.scaled_sums import has_gated_add
 from ortops.optimizers import SGD
-from ortops.passes.gated_sums import GATED_SUMS
-from ortops.passes.rms_normalization import RMS_NORMALIZATION
-from ortops.passes.scaled_sums import has_gated_add
 from tests.gradient_models import with_gradients
 from tests.spies import Spy, lowered
 

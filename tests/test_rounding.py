@@ -12,9 +12,9 @@ import pytest
 from running import run
 
 from ortops import Tape, op
+from ortops.engine.lowering import to_proto
+from ortops.graph.passes.rounding import ROUNDING
 from ortops.graph.shapes import sum_along
-from ortops.lowering import to_proto
-from ortops.passes.rounding import ROUNDING
 from tests.gradient_models import with_gradients
 from tests.spies import finish, lowered
 

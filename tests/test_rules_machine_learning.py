@@ -21,7 +21,7 @@ from running import REFUSALS, plain_session, run
 from test_rules_microsoft import Fused, differences, forward, mixed_difference, sigmoid, softmax
 
 import ortops
-from ortops.autodiff.rules.table import BUILT_IN
+from ortops.graph.autodiff.rules.table import BUILT_IN
 
 ML = "ai.onnx.ml"
 SEED = 41
@@ -805,7 +805,7 @@ def test_a_tree_beside_the_path_of_a_gradient() -> None:
 
 
 def test_a_rule_of_the_users_own_goes_before_a_refusal(monkeypatch) -> None:
-    monkeypatch.setattr(ortops.autodiff.registry.USER, "rules", {})
+    monkeypatch.setattr(ortops.graph.autodiff.registry.USER, "rules", {})
     ortops.vjp("TreeEnsembleRegressor", domain=ML)(straight_through)
     nodes = [REFUSED[0][0], node("Gradient", ["x"], ["d"], xs=["x"], y="y")]
     proto = model(nodes, [value("x", ["n", 2])], ["d"], imports=[(ML, 1)])

@@ -27,7 +27,7 @@ import ortops
 from models.lenet import lenet
 from models.resnet import resnet
 from models.transformer import transformer
-from ortops.autodiff.registry import USER
+from ortops.graph.autodiff.registry import USER
 
 MICROSOFT = "com.microsoft"
 SEED = 31

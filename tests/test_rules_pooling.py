@@ -17,7 +17,7 @@ from onnx import helper
 from running import run
 
 import ortops
-from ortops.autodiff.rules import pooling
+from ortops.graph.autodiff.rules import pooling
 
 UNIT = {"epsilon": 1.0, "rtol": 2e-6}
 

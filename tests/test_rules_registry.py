@@ -14,7 +14,7 @@ from checked import RULES, ZERO_GRADIENT, checked
 from dot_test import Case, lowered, normal
 from violations import all_violations
 
-from ortops.autodiff.registry import Definition, NestedRule, Rule, StructuralRule
+from ortops.graph.autodiff.registry import Definition, NestedRule, Rule, StructuralRule
 
 OPSET = 28
 STANDARD = {
@@ -156,7 +156,7 @@ def test_orders_that_tests_check() -> None:
                 found = tested.get(key)
                 assert found is not None
                 assert found.differentiated or isinstance(registered, StructuralRule)
-                if registered.function.__module__ == "ortops.autodiff.rules.elementwise":
+                if registered.function.__module__ == "ortops.graph.autodiff.rules.elementwise":
                     assert found.orders >= 3
                 elif key[1] not in STEPS and "first order" not in registered.limits:
                     assert found.orders >= 2
@@ -186,7 +186,7 @@ def test_what_a_rule_refuses_is_in_its_limits() -> None:
 
 
 def _names_reached(registered: Rule | StructuralRule | Definition) -> set[str]:
-    """Returns the names in the code of a rule and of what it calls within ortops.autodiff.rules."""
+    """Returns the names in the code of a rule and of what it calls in the package of rules."""
     pending, seen = [inspect.unwrap(registered.function)], set()
     names: set[str] = set()
     while pending:
@@ -200,7 +200,7 @@ def _names_reached(registered: Rule | StructuralRule | Definition) -> set[str]:
 
 
 def _functions(value: Any) -> list[Any]:
-    if not getattr(value, "__module__", "").startswith("ortops.autodiff.rules"):
+    if not getattr(value, "__module__", "").startswith("ortops.graph.autodiff.rules"):
         return []
     members = vars(value).values() if inspect.isclass(value) else [value]
     return [member for member in members if inspect.isfunction(member)]

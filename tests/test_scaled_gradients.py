@@ -14,11 +14,11 @@ import pytest
 from running import run_by_name
 
 from ortops import Tape, Tensor, TrainingSession, build_training_model, op
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
+from ortops.graph.passes.products import ROW_SUMS, TRANSPOSES
+from ortops.graph.passes.scaled_gradients import SCALED_GRADIENTS
 from ortops.losses import SoftmaxCrossEntropy
 from ortops.optimizers import SGD
-from ortops.passes.products import ROW_SUMS, TRANSPOSES
-from ortops.passes.scaled_gradients import SCALED_GRADIENTS
 from tests.spies import Spy, lowered
 
 WIDE = 40

@@ -12,11 +12,11 @@ from training_models import classifier, labelled
 
 import ortops
 from ortops import TrainingSession
-from ortops.execution import split
-from ortops.execution.settings import PackedUpdate, Settings
+from ortops.engine.execution import update_groups
+from ortops.engine.execution.settings import PackedUpdate, Settings
+from ortops.graph.passes import scaled_sums
+from ortops.graph.passes.blocked.kernels import block_size
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
-from ortops.passes import scaled_sums
-from ortops.passes.blocked.kernels import block_size
 
 
 @pytest.fixture(params=["Conv", "GatedAdd"], autouse=True)
@@ -90,8 +90,8 @@ def test_a_sum_is_not_written_over_what_it_scales() -> None:
     scaled, _, added = total.inputs
     assert scaled is not None
     assert added is not None
-    assert split.is_safe_in_place(added, total.outputs[0])
-    assert not split.is_safe_in_place(scaled, total.outputs[0])
+    assert update_groups.is_safe_in_place(added, total.outputs[0])
+    assert not update_groups.is_safe_in_place(scaled, total.outputs[0])
 
 
 def test_which_kernel(kernel: str) -> None:

@@ -20,10 +20,10 @@ from training_models import classifier, labelled
 import ortops
 from ortops import ArgumentError, ModelError, TrainingSession, build_training_model, schedules
 from ortops.callbacks import ReduceLROnPlateau
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
+from ortops.engine.trainable.metadata import training_metadata
 from ortops.optimizers import SGD, Adam, Momentum
 from ortops.schedules import Schedule
-from ortops.trainable.metadata import training_metadata
 
 STEPS = 24
 

@@ -20,7 +20,7 @@ from running import run
 
 import ortops
 from ortops import ModelError, TrainingSession, build_training_model, losses
-from ortops.check import check
+from ortops.engine.check import check
 from ortops.optimizers import SGD, Adam, AdamW
 from ortops.surgery import name_output
 

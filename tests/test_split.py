@@ -7,13 +7,13 @@ import pytest
 
 import ortops
 from models.mlp import mlp
-from ortops import lowering
-from ortops.execution.split import Group, split
+from ortops.engine import lowering
+from ortops.engine.execution.update_groups import Group, split
+from ortops.engine.lowering import lower_optimizers
+from ortops.engine.trainable.step_graph import flatten
 from ortops.graph.edit import remove_defaults
 from ortops.graph.files.external import detach
 from ortops.graph.tensor import Names, constant_tensor, op, shape_of
-from ortops.lowering import lower_optimizers
-from ortops.trainable.step_graph import flatten
 
 
 def _split(optimizer: object) -> tuple[list[Group], dict[str, str]]:

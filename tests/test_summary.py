@@ -10,8 +10,8 @@ import pytest
 
 import ortops
 from ortops import op
-from ortops.check import check
 from ortops.cli import main
+from ortops.engine.check import check
 
 HEIGHT = "2*((height//2 + 1)//2) + floor(height/4, 1)"
 

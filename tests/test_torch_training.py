@@ -26,7 +26,7 @@ from models.mlp import mlp
 from models.resnet import resnet
 from models.transformer import transformer
 from ortops import TrainingSession, build_training_model
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum, Optimizer
 
 pytestmark = pytest.mark.torch

@@ -29,10 +29,10 @@ from training_models import (
 import ortops
 from ortops import ArgumentError, OrtopsError, Tape, TrainingSession, build_training_model
 from ortops.callbacks import Callback, CSVLog, EarlyStopping, JSONLines
+from ortops.engine.training.position import POSITION_KEY
 from ortops.losses import L1, NextToken, SoftmaxCrossEntropy
 from ortops.metrics import AUC, Accuracy, StreamingMetric
 from ortops.optimizers import SGD, Adam
-from ortops.training.position import POSITION_KEY
 
 ROWS, BATCH, BATCHES = 20, 6, 4
 DATA = labelled((6,), rows=ROWS)

@@ -37,11 +37,11 @@ from benchmarks import works
 from benchmarks.task import OPTIMIZERS as HYPERPARAMETERS
 from models.mlp import mlp
 from ortops import TrainingSession, optimizers
+from ortops.engine.execution import onnxruntime_sessions, packed, variant
+from ortops.engine.execution.binding import Binding
+from ortops.engine.execution.compilation import Call
+from ortops.engine.execution.settings import Settings
 from ortops.errors import FeedError, OrtopsError
-from ortops.execution import onnxruntime_sessions, packed, variant
-from ortops.execution.binding import Binding
-from ortops.execution.compilation import Call
-from ortops.execution.settings import Settings
 
 Rule = Callable[..., Any]
 

@@ -19,8 +19,8 @@ from running import run
 
 from models.lstm import lstm
 from ortops import TrainingSession, build_training_model
-from ortops.execution.settings import Settings
-from ortops.passes.recurrent import RECURRENT
+from ortops.engine.execution.settings import Settings
+from ortops.graph.passes.recurrent import RECURRENT
 from tests.spies import Spy, lowered
 
 DIRECTIONS = ("forward", "reverse", "bidirectional")

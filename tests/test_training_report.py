@@ -19,10 +19,10 @@ from training_models import affine, affine_batch, classifier, labelled, normaliz
 import ortops
 from models import line
 from ortops import OrtopsError, TrainingSession
-from ortops.execution.memory import Device
-from ortops.execution.settings import Settings
-from ortops.execution.template import Template
-from ortops.passes import Pass
+from ortops.engine.execution.memory import Device
+from ortops.engine.execution.settings import Settings
+from ortops.engine.execution.template import Template
+from ortops.graph.passes import Pass
 
 CPU = "CPUExecutionProvider"
 GENERAL = Settings(shapes=0)

@@ -13,10 +13,10 @@ import pytest
 from models.mlp import mlp
 from models.resnet import resnet
 from ortops import TrainingSession, build_training_model
-from ortops.execution.settings import Settings
-from ortops.execution.sizes import bind_sizes
+from ortops.engine.execution.settings import Settings
+from ortops.engine.execution.sizes import bind_sizes
+from ortops.graph.passes.blocked.kernels import block_size
 from ortops.optimizers import SGD, Momentum
-from ortops.passes.blocked.kernels import block_size
 from tests.spies import Spy
 
 Batch = dict[str, np.ndarray[Any, Any]]

@@ -13,13 +13,13 @@ from running import run
 
 from models.mlp import mlp
 from ortops import Tensor, TrainingSession, build_training_model, op
-from ortops.execution.settings import Settings
-from ortops.execution.sizes import bind_sizes
+from ortops.engine.execution.settings import Settings
+from ortops.engine.execution.sizes import bind_sizes
+from ortops.engine.lowering import prepare, to_proto
 from ortops.graph import convert
-from ortops.lowering import prepare, to_proto
+from ortops.graph.passes.products import ROW_SUMS, SCALES, TRANSPOSES
+from ortops.graph.passes.transposed import TRANSPOSED
 from ortops.optimizers import SGD
-from ortops.passes.products import ROW_SUMS, SCALES, TRANSPOSES
-from ortops.passes.transposed import TRANSPOSED
 from tests.gradient_models import Build, with_gradients
 from tests.spies import Spy, finish, lowered_ir
 

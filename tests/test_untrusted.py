@@ -29,7 +29,7 @@ NEEDED = {
 # What the package uses all the same, and why that executes nothing that was read.
 EXCEPTIONS = {
     ("conformance/report.py", "import xml.etree"): "writes a report of JUnit, and reads no XML",
-    ("functions/pytensor_op.py", "import pickle"): "the class of an error that is raised",
+    ("derivatives/bridges/pytensor.py", "import pickle"): "the class of an error that is raised",
 }
 
 
@@ -98,18 +98,21 @@ OPENED_ELSEWHERE = {
     ("graph/files/opening.py", "os.open"): "the place itself",
     ("graph/safetensors.py", "mmap.mmap"): "of what open_regular opened",
     ("llm/rendering.py", "package.Tokenizer.from_file"): "what its caller has checked",
-    ("execution/compilation.py", "mmap.mmap"): "memory without a file",
+    ("engine/execution/compilation.py", "mmap.mmap"): "memory without a file",
     ("llm/decoding.py", "onnxruntime.InferenceSession"): "a file in its temporary folder",
     ("llm/folder.py", "shutil.copyfile"): "regular files only",
     ("graph/files/atomic.py", "Path(source).open"): "what its caller chose",
-    ("passes/scaled_sums.py", "onnxruntime.InferenceSession"): "bytes",
-    ("passes/blocked/kernels.py", "onnx.load"): "what onnxruntime wrote into a temporary folder",
+    ("graph/passes/scaled_sums.py", "onnxruntime.InferenceSession"): "bytes",
+    (
+        "graph/passes/blocked/kernels.py",
+        "onnx.load",
+    ): "what onnxruntime wrote into a temporary folder",
     ("reference/training.py", "onnx.load"): "imports nothing else, and checks it itself",
-    ("training/arrow.py", "arrow.memory_map"): "after `_refuse_endless`",
-    ("training/arrow.py", "datasets.dataset"): "after `_refuse_endless`",
-    ("training/batch_size.py", "Path('/proc/meminfo').read_text"): "of the system",
-    ("training/batch_size.py", "Path('/proc/self/statm').read_text"): "of the system",
-    ("training/export.py", "(source / name).read_bytes"): "a file of the package",
+    ("engine/training/arrow.py", "arrow.memory_map"): "after `_refuse_endless`",
+    ("engine/training/arrow.py", "datasets.dataset"): "after `_refuse_endless`",
+    ("engine/training/batch_size.py", "Path('/proc/meminfo').read_text"): "of the system",
+    ("engine/training/batch_size.py", "Path('/proc/self/statm').read_text"): "of the system",
+    ("engine/training/export.py", "(source / name).read_bytes"): "a file of the package",
 }
 
 

@@ -19,9 +19,9 @@ from violations import all_violations
 import ortops
 from models import lenet, lstm, mlp, resnet, transformer
 from ortops import ArgumentError, Function, ModelError, Tape, derivatives, op
-from ortops.autodiff.registry import ZeroRule
-from ortops.autodiff.rules.table import BUILT_IN
 from ortops.derivatives.batching import RULES
+from ortops.graph.autodiff.registry import ZeroRule
+from ortops.graph.autodiff.rules.table import BUILT_IN
 
 Array = np.ndarray[Any, Any]
 Feeds = dict[str, Array]

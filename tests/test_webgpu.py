@@ -21,10 +21,10 @@ from models.resnet import resnet
 from models.transformer import transformer
 from ortops import TrainingSession, build_training_model, optimizers, schedules
 from ortops.cli import main
+from ortops.engine.execution.memory import DeviceArray
+from ortops.engine.execution.providers import why_unusable
+from ortops.engine.execution.settings import Settings
 from ortops.errors import UnsupportedError
-from ortops.execution.memory import DeviceArray
-from ortops.execution.providers import why_unusable
-from ortops.execution.settings import Settings
 from tests.internals import execution_of
 from tests.test_entries import rows, two_heads
 from tests.training_models import assert_same_arrays, classifier, labelled
@@ -319,7 +319,7 @@ def as_half(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def test_float16() -> None:
     """Float16 is an optional feature of WebGPU, which the device in software lacks."""
-    from ortops.execution import providers
+    from ortops.engine.execution import providers
 
     model = built(as_half(classifier()))
     if providers._computes_in_float16():

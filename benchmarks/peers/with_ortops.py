@@ -13,7 +13,7 @@ from benchmarks import exported
 from benchmarks.peers import Step
 from benchmarks.task import OPTIMIZERS, UPDATE, Task, threads
 from ortops import TrainingSession
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
 
 if TYPE_CHECKING:
     import onnx

@@ -23,7 +23,7 @@ from ortops.callbacks.plateau import ReduceLROnPlateau
 from ortops.callbacks.plot import LossPlot
 from ortops.callbacks.rate_finder import LearningRateCurve, find_learning_rate
 from ortops.callbacks.tracking import OptunaPruning, Tracker
-from ortops.training.callback import Callback, Record
+from ortops.engine.training.callback import Callback, Record
 
 __all__ = [
     "BestModel",

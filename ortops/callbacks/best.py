@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import whole_number
+from ortops._common.arguments import whole_number
 from ortops.callbacks.monitor import (
     Mode,
     Monitor,
@@ -20,13 +20,13 @@ from ortops.callbacks.monitor import (
     path_of,
     remembered,
 )
+from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.position import read_position
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph import convert
 from ortops.graph.files import saving
 from ortops.graph.files.messages import initializers
-from ortops.training.callback import Callback, Record
-from ortops.training.position import read_position
-from ortops.training.session import TrainingSession
 
 __all__ = ["BestModel", "EarlyStopping"]
 

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortops.arguments import number, whole_number
+from ortops._common.arguments import number, whole_number
 from ortops.callbacks.monitor import begins_anew, check_path, path_of, remembered
+from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.position import POSITION_KEY
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph import convert
 from ortops.graph.files import saving
-from ortops.training.callback import Callback, Record
-from ortops.training.position import POSITION_KEY
-from ortops.training.session import TrainingSession
 
 __all__ = ["Checkpoint"]
 

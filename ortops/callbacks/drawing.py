@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ortops._common.optional import optional_module
 from ortops.callbacks.monitor import check_path
 from ortops.errors import ArgumentError
 from ortops.graph.files.atomic import write_atomically
-from ortops.optional import optional_module
 
 __all__ = ["check_picture", "new_panels", "write_picture"]
 

@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from ortops.arguments import whole_number
+from ortops._common.arguments import whole_number
+from ortops._common.optional import optional_module
 from ortops.callbacks.monitor import (
     begins_anew,
     check_path,
@@ -21,13 +22,12 @@ from ortops.callbacks.monitor import (
     path_of,
     remembered,
 )
+from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.foreign_arrays import as_cell, csv_text
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import OrtopsError
 from ortops.graph.files.atomic import naming, write_atomically
 from ortops.graph.files.opening import open_regular
-from ortops.optional import optional_module
-from ortops.training.callback import Callback, Record
-from ortops.training.session import TrainingSession
-from ortops.training.tables import as_cell, csv_text
 
 __all__ = ["CSVLog", "JSONLines", "TensorBoard"]
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ortops.arguments import choice, number, text
+from ortops._common.arguments import choice, number, text
+from ortops._common.numbers import integer, real
+from ortops.engine.training.callback import Record
+from ortops.engine.training.history import History
 from ortops.errors import ArgumentError, ModelError, OrtopsError
-from ortops.numbers import integer, real
-from ortops.training.callback import Record
-from ortops.training.history import History
 
 __all__ = [
     "Mode",

@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ortops.arguments import choice, number, whole_number
+from ortops._common.arguments import choice, number, whole_number
 from ortops.callbacks.monitor import Mode, Monitor, begins_anew, remembered
+from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import ModelError
-from ortops.training.callback import Callback, Record
-from ortops.training.session import TrainingSession
 
 __all__ = ["ReduceLROnPlateau"]
 
@@ -59,7 +59,7 @@ class ReduceLROnPlateau(Callback):
         has.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> session = examples.session()
         >>> plateau = ReduceLROnPlateau(patience=1, factor=0.5, monitor="loss", threshold=100.0,
         ...     threshold_mode="absolute")  # so that nothing is an improvement

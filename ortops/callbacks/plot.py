@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ortops._common.optional import optional_module
 from ortops.callbacks.drawing import check_picture, new_panels, write_picture
 from ortops.callbacks.monitor import path_of
-from ortops.optional import optional_module
-from ortops.training.callback import Callback, Record
-from ortops.training.session import TrainingSession
+from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.session import TrainingSession
 
 __all__ = ["LossPlot"]
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import number, whole_number
+from ortops._common.arguments import number, whole_number
 from ortops.callbacks.drawing import check_picture, new_panels, write_picture
+from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.data import Data
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, OrtopsError
-from ortops.training.callback import Callback, Record
-from ortops.training.data import Data
-from ortops.training.session import TrainingSession
 
 __all__ = ["LearningRateCurve", "find_learning_rate"]
 

@@ -11,12 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
-from ortops.arguments import choice, whole_number
+from ortops._common.arguments import choice, whole_number
+from ortops._common.optional import optional_module
 from ortops.callbacks.monitor import Monitor, begins_anew, is_line_due
+from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, OrtopsError
-from ortops.optional import optional_module
-from ortops.training.callback import Callback, Record
-from ortops.training.session import TrainingSession
 
 __all__ = ["OptunaPruning", "Tracker"]
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ortops import __version__
+from ortops._common.notes import notes_as_details
 from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import (
     ReaderGoneError,
@@ -18,7 +19,6 @@ from ortops.cli.standard_streams import (
     say,
     shown_log,
 )
-from ortops.notes import notes_as_details
 
 __all__ = ["main"]
 

@@ -11,9 +11,9 @@ from ortops import lora as lora_models
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import say
 from ortops.cli.streams import describe_stream, read_model, write_model
+from ortops.engine.training.session import TrainingSession
 from ortops.llm.merging import merged_model
 from ortops.lora.peft import refuse_others
-from ortops.training.session import TrainingSession
 
 __all__ = ["lora"]
 

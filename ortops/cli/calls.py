@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ortops._common.other_names import find_name
 from ortops.errors import OrtopsError
-from ortops.other_names import find_name
 
 __all__ = ["Call", "make", "read_call"]
 
@@ -86,7 +86,7 @@ def make(
         call: The call.
         known: The functions and classes that may be called, by name.
         option: The option that the call was given for, named in messages.
-        others: What other libraries call them; see `ortops.other_names.find_name`.
+        others: What other libraries call them; see `ortops._common.other_names.find_name`.
         **more: Further arguments; those of the call take precedence.
 
     Raises:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ortops import losses
-from ortops.check import check as check_model
-from ortops.check import quiet
 from ortops.cli.calls import make, read_call
 from ortops.cli.standard_streams import describe_error, print_text, say
 from ortops.cli.streams import print_json, source
+from ortops.engine.check import check as check_model
+from ortops.engine.check import quiet
 from ortops.errors import OrtopsError
 from ortops.llm.checking import check_folder, is_language_model
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from ortops import __version__
+from ortops._common.optional import optional_module
 from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import print_text
-from ortops.optional import optional_module
 
 __all__ = ["print_completion"]
 

@@ -17,19 +17,19 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from ortops._common.numbers import cast_numbers
+from ortops._common.optional import optional_module
 from ortops.cli.standard_streams import say, standard_input
 from ortops.data.folders import classes_of
 from ortops.data.images import EXTENSIONS, Decoder, Images, image_files, read_images
+from ortops.engine.training import foreign_arrays
+from ortops.engine.training.arrow import ARROW, open_arrow
+from ortops.engine.training.foreign_arrays import RowIndex
 from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.archive import check_size, read_arrays
 from ortops.graph.files.json_text import read_json
 from ortops.graph.files.opening import open_regular
 from ortops.graph.row_axes import along, row_axes_of_model, rows_to
-from ortops.numbers import cast_numbers
-from ortops.optional import optional_module
-from ortops.training import tables
-from ortops.training.arrow import ARROW, open_arrow
-from ortops.training.tables import RowIndex
 
 __all__ = [
     "CLASSES_KEY",
@@ -551,7 +551,7 @@ class _Table:
         values, where = self.columns[name], f"data '{self.path}': column '{name}'"
         if not isinstance(values, list):  # a column of pyarrow
             try:
-                array = tables.dense(values)
+                array = foreign_arrays.dense(values)
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise FeedError(f"{where}: {error}; fill or drop them") from error
             if array.dtype.kind in "mMV":  # times would become integers of some unit

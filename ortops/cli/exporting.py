@@ -14,14 +14,14 @@ from ortops.cli.data import CLASSES_KEY, read_classes
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import print_bytes, say
 from ortops.cli.streams import describe_stream, read_model, source, write_model
+from ortops.engine.lowering import lower as lower_model
+from ortops.engine.training.export import export_step as write_step
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import OrtopsError
 from ortops.graph.files.atomic import destination
 from ortops.graph.files.external import detach, serialize
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.saving import write_model as write_in_place
-from ortops.lowering import lower as lower_model
-from ortops.training.export import export_step as write_step
-from ortops.training.session import TrainingSession
 
 __all__ = ["export", "export_step", "lower"]
 

@@ -12,12 +12,12 @@ import onnx
 
 from ortops.cli.standard_streams import print_text
 from ortops.cli.streams import print_json, read_model
+from ortops.engine.execution.providers import CPU
+from ortops.engine.lowering import TRAINING_DOMAIN
+from ortops.engine.summary import text_of
+from ortops.engine.trainable.metadata import entry_names, training_metadata
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import OrtopsError
-from ortops.execution.providers import CPU
-from ortops.lowering import TRAINING_DOMAIN
-from ortops.summary import text_of
-from ortops.trainable.metadata import entry_names, training_metadata
-from ortops.training.session import TrainingSession
 
 __all__ = ["inspect"]
 

@@ -25,12 +25,12 @@ from ortops.cli.data import (
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import print_bytes
 from ortops.cli.streams import read_model
+from ortops.engine.inference import InferenceSession
+from ortops.engine.training.feeds import Input
+from ortops.engine.training.foreign_arrays import csv_text
 from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.row_axes import Pieces, RowAxes, along, row_axes_of_model, rows_first
-from ortops.inference import InferenceSession
-from ortops.training.feeds import Input
-from ortops.training.tables import csv_text
 
 __all__ = ["predict"]
 

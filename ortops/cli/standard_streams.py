@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from ortops.engine.summary import visible
 from ortops.errors import OrtopsError
-from ortops.summary import visible
 
 __all__ = [
     "ReaderGoneError",

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ortops import callbacks, losses, metrics, optimizers, schedules
-from ortops.building.builder import build_light
 from ortops.cli import configuration
 from ortops.cli.calls import make, read_call
 from ortops.cli.data import (
@@ -31,13 +30,14 @@ from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import print_text, say
 from ortops.cli.streams import describe_stream, print_json, read_light_model, write_model
+from ortops.engine.building.builder import build_light
+from ortops.engine.training.sample_weights import ClassWeight
+from ortops.engine.training.session import TrainingSession
+from ortops.engine.training.validation_split import hold_out
 from ortops.errors import OrtopsError
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.json_text import read_json
-from ortops.training.sample_weights import ClassWeight
-from ortops.training.session import TrainingSession
-from ortops.training.validation_split import hold_out
 
 __all__ = ["build", "evaluate", "rate_of", "train"]
 

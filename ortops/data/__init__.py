@@ -2,7 +2,7 @@
 
 from ortops.data.augmentation import Color, Crop, CutMix, Erase, Flip, MixUp, Rotate
 from ortops.data.folders import ImageFolder, image_folder
-from ortops.training.padding import Pad
+from ortops.engine.training.padding import Pad
 
 __all__ = [
     "Color",

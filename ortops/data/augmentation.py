@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import number
+from ortops._common.arguments import number
 from ortops.errors import ArgumentError, did_you_mean
 
 __all__ = [

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import boolean, choice, number, whole_number
+from ortops._common.arguments import boolean, choice, number, whole_number
+from ortops._common.optional import optional_module
 from ortops.data.augmentation import Augmentation, changes_of
 from ortops.data.images import EXTENSIONS, Decoder, image_files, lazy_images, read_images
 from ortops.data.rows import ImageRows, balanced_weights
+from ortops.engine.training.data import RowData
+from ortops.engine.training.feeds import Feeds, Inputs
+from ortops.engine.training.validation_split import hold_out
 from ortops.errors import ArgumentError, FeedError, did_you_mean
-from ortops.optional import optional_module
-from ortops.training.data import RowData
-from ortops.training.feeds import Feeds, Inputs
-from ortops.training.validation_split import hold_out
 
 __all__ = ["ImageFolder", "classes_of", "image_folder"]
 
@@ -98,7 +98,7 @@ class ImageFolder(RowData):
         return result
 
     def read(self, rows: npt.NDArray[np.int64], inputs: Inputs, epoch: int) -> Feeds:
-        """Returns a batch; see `ortops.training.data.RowData`."""
+        """Returns a batch; see `ortops.engine.training.data.RowData`."""
         return self._rows.read(rows, inputs, epoch)
 
     def check(self, inputs: Inputs) -> None:

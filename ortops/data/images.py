@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ortops._common.numbers import cast_numbers
+from ortops._common.optional import optional_module
+from ortops.engine.training.foreign_arrays import RowIndex
 from ortops.errors import FeedError
 from ortops.graph.files.opening import leads_out, open_regular
 from ortops.graph.limits import LIMITS
-from ortops.numbers import cast_numbers
-from ortops.optional import optional_module
-from ortops.training.tables import RowIndex
 
 __all__ = [
     "EXTENSIONS",
@@ -71,7 +71,8 @@ def in_threads(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any
 class Images:
     """The images of a data set, which are read when rows are taken.
 
-    It is a lazy array (see `ortops.training.tables.is_lazy`): a training reads it batch by batch.
+    It is a lazy array (see `ortops.engine.training.foreign_arrays.is_lazy`): a training reads it
+    batch by batch.
 
     Args:
         files: The files, in the order of the rows.

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from ortops.data.augmentation import Augmentation
 from ortops.data.images import Images, in_threads
+from ortops.engine.training.data import RowData
+from ortops.engine.training.feeds import Feeds, Inputs
 from ortops.errors import ArgumentError, FeedError
-from ortops.training.data import RowData
-from ortops.training.feeds import Feeds, Inputs
 
 __all__ = ["ImageRows", "balanced_weights", "select"]
 

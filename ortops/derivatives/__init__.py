@@ -30,12 +30,19 @@ from collections.abc import Callable, Sequence
 
 import onnx
 
-from ortops.arguments import whole_number
+from ortops._common.arguments import whole_number
 from ortops.derivatives.builder import Builder
 from ortops.derivatives.casadi_files import casadi
 from ortops.derivatives.formulas import add_gradient, add_hvp, add_jacobian, add_jvp, add_vjp
 from ortops.derivatives.per_sample import per_sample_gradient
 from ortops.derivatives.vmap import Axes, add_axis
+from ortops.engine.lowering import (
+    has_domain,
+    infer_computed_types,
+    infer_types,
+    lower_ir,
+    normalize,
+)
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.serialization import (
@@ -44,7 +51,6 @@ from ortops.graph.files.serialization import (
     name_gradients,
     to_proto,
 )
-from ortops.lowering import has_domain, infer_computed_types, infer_types, lower_ir, normalize
 from ortops.surgery.reading import refuse_training
 
 __all__ = [
@@ -91,7 +97,7 @@ def gradient(
         UnsupportedError: With ``lowered``, if an operator between x and y has no gradient.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = gradient(examples.mlp((4, 16, 2)))
         >>> [value.name for value in model.graph.output]
         ['logits', 'd_logits_d_images']
@@ -129,7 +135,7 @@ def vjp(
         UnsupportedError: See `gradient`.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = vjp(examples.mlp((4, 16, 2)), seeds=3)
         >>> ends = model.graph.input[-1], model.graph.output[-1]
         >>> [onnx.helper.printable_value_info(value) for value in ends]
@@ -171,7 +177,7 @@ def jvp(
         UnsupportedError: See `gradient`.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = jvp(examples.mlp((4, 16, 2)))
         >>> [value.name for value in (*model.graph.input, *model.graph.output)]
         ['images', 'seed_images', 'logits', 'jvp_logits']
@@ -207,7 +213,7 @@ def hvp(
         UnsupportedError: See `gradient`.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = hvp(examples.mlp((4, 16, 2)))
         >>> [value.name for value in (*model.graph.input, *model.graph.output)]
         ['images', 'seed_images', 'logits', 'hvp_images']
@@ -243,7 +249,7 @@ def jacobian(
         UnsupportedError: See `gradient`.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = jacobian(examples.mlp((4, 16, 2)))
         >>> onnx.helper.printable_value_info(model.graph.output[-1])
         '%d_logits_d_images[FLOAT, batchx2xbatchx4]'
@@ -286,7 +292,7 @@ def vmap(
             is a sequence.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = vmap(examples.mlp((4, 16, 2)), out_axes=1)
         >>> ends = model.graph.input[0], model.graph.output[0]
         >>> [onnx.helper.printable_value_info(value) for value in ends]

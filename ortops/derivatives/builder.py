@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from ortops.arguments import whole_number
+from ortops._common.arguments import whole_number
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.edit import is_float
 from ortops.graph.tensor import Dim, Names, Tape, Tensor, op

@@ -28,18 +28,18 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from ortops.autodiff.grad import grad
 from ortops.derivatives.builder import Builder, for_each
 from ortops.derivatives.formulas import dot, on, pulled_back, pushed_forward
+from ortops.engine.lowering import infer_computed_types, lower_ir, normalize
 from ortops.errors import ModelError
 from ortops.graph import convert
+from ortops.graph.autodiff.grad import grad
 from ortops.graph.convert import ModelLike, blame_model
 from ortops.graph.edit import is_float
 from ortops.graph.files import external
 from ortops.graph.files.atomic import write_together
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, to_proto
 from ortops.graph.tensor import Dim, Tape, Tensor, op, shape_of
-from ortops.lowering import infer_computed_types, lower_ir, normalize
 
 __all__ = ["casadi"]
 
@@ -69,7 +69,7 @@ def casadi(model: ModelLike, folder: str | os.PathLike[str]) -> Path:
 
     Example:
         >>> import tempfile
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = casadi(examples.mlp((4, 16, 2)), folder)
         ...     sorted(each.name for each in path.parent.iterdir())

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ortops.autodiff.grad import grad, of_shape
 from ortops.derivatives.builder import Builder, Formula, for_each
+from ortops.graph.autodiff.grad import grad, of_shape
 from ortops.graph.tensor import Tape, Tensor, op, shape_of, zeros_like
 
 __all__ = [

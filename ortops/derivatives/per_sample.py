@@ -10,14 +10,15 @@ import onnx
 import onnx_ir as ir
 
 from ortops import losses
-from ortops.arguments import number
-from ortops.autodiff.grad import grad
-from ortops.building.preparation import Prepared, prepare_for_training
-from ortops.building.reachability import reached
+from ortops._common.arguments import number
 from ortops.derivatives.vmap import add_axis
+from ortops.engine.building.preparation import Prepared, prepare_for_training
+from ortops.engine.building.reachability import reached
+from ortops.engine.execution.sizes import bind_sizes
+from ortops.engine.lowering import infer_types, lower_ir
 from ortops.errors import ModelError
-from ortops.execution.sizes import bind_sizes
 from ortops.graph import convert
+from ortops.graph.autodiff.grad import grad
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, attribute_values, describe, is_float
 from ortops.graph.files import external
@@ -25,7 +26,6 @@ from ortops.graph.files.serialization import to_proto
 from ortops.graph.row_axes import RowAxes, row_axes_of_model
 from ortops.graph.tensor import IR_VERSION, VARIABLE, Names, Tape, Tensor, op
 from ortops.losses import LossLike
-from ortops.lowering import infer_types, lower_ir
 
 __all__ = ["per_sample_gradient"]
 
@@ -74,7 +74,7 @@ def per_sample_gradient(
         UnsupportedError: If an operator that a gradient passes through has no gradient.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = per_sample_gradient(examples.mlp((4, 16, 2)), loss="SoftmaxCrossEntropy")
         >>> onnx.helper.printable_value_info(model.graph.output[0])
         '%d_loss_d_fc1.weight[FLOAT, batchx16x4]'

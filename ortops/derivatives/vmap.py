@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
-from ortops.arguments import whole_number
+from ortops._common.arguments import whole_number
 from ortops.derivatives.batching import Same, apply, expand_axis
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.edit import copy_node, disconnect, inner_graphs, read_inputs, remove_unread

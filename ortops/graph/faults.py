@@ -18,10 +18,10 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 
+from ortops._common.numbers import Array
 from ortops.graph.edit import all_nodes, producer_of
 from ortops.graph.files.messages import node_graphs, nodes_within
 from ortops.graph.tensor import Names, Tape, Tensor, op
-from ortops.numbers import Array
 
 __all__ = [
     "FAULTS",

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ortops._common.numbers import Array
 from ortops.graph.edit import all_nodes, attribute_values, remove_unread
 from ortops.graph.files.serialization import BOUND_DOMAIN
 from ortops.graph.tensor import Names, Tape, constant_tensor
-from ortops.numbers import Array
 
 __all__ = ["fold"]
 

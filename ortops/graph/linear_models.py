@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import onnx
 
+from ortops._common.numbers import Array
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.files.messages import describe_node
 from ortops.graph.tensor import Names
-from ortops.numbers import Array
 
 __all__ = ["LinearModel"]
 

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx
 
+from ortops._common.numbers import Array
 from ortops.errors import OrtopsError
-from ortops.numbers import Array
 
 __all__ = [
     "Dims",

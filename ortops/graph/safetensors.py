@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from ortops._common.numbers import Array
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.json_text import read_json
 from ortops.graph.files.opening import open_regular, read_regular
 from ortops.graph.limits import LIMITS
-from ortops.numbers import Array
 
 __all__ = ["dump_safetensors", "map_safetensors", "read_safetensors", "write_safetensors"]
 

@@ -16,7 +16,7 @@ from ortops.errors import ModelError
 from ortops.graph.edit import all_nodes, inner_graphs
 from ortops.graph.files.external import external_to_inputs, move_aside
 from ortops.graph.files.serialization import is_map
-from ortops.graph.pooling import is_miscounted, without_ceil_mode
+from ortops.graph.pooled_sizes import is_miscounted, without_ceil_mode
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op, shape_of
 
 __all__ = [

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from ortops._common.numbers import Array
 from ortops.graph.edit import (
     MOVES,
     Steps,
@@ -23,7 +24,6 @@ from ortops.graph.edit import (
     unrolled,
 )
 from ortops.graph.tensor import constant_tensor
-from ortops.numbers import Array
 
 __all__ = ["Move", "Squashed", "may_be_bounded", "partly_squashed", "squashed"]
 

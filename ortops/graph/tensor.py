@@ -33,11 +33,11 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from ortops._common.numbers import Array, cast_numbers, is_numeric
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph.files.external import without_data
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, is_map, name_tensors
-from ortops.graph.pooling import pooled_sizes
-from ortops.numbers import Array, cast_numbers, is_numeric
+from ortops.graph.pooled_sizes import pooled_sizes
 
 __all__ = [
     "DEFAULT_OPSET",

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx
 
+from ortops._common.numbers import Array
 from ortops.errors import ModelError
 from ortops.graph.convert import MINIMUM_OPSET
 from ortops.graph.files import external
@@ -21,7 +22,6 @@ from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import attribute_graphs, describe_node, node_graphs
 from ortops.graph.linear_models import LinearModel
 from ortops.graph.tensor import Names
-from ortops.numbers import Array
 
 __all__ = ["Origin", "Weight", "lift", "weights"]
 

@@ -10,7 +10,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import choice, whole_number
+from ortops._common.arguments import choice, whole_number
+from ortops.engine.training.feeds import Inputs
+from ortops.engine.training.samples import grouped
+from ortops.engine.training.session import TrainingSession
+from ortops.engine.training.validation_split import hold_out
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
 from ortops.llm.examples import (
     PADDING,
@@ -27,10 +31,6 @@ from ortops.llm.preferences import Pair, is_preference, read_pairs
 from ortops.llm.sequence_pairs import pair_feeds, read_sequence_pairs
 from ortops.llm.several_files import SeveralFiles
 from ortops.llm.tokenization import Tokenizer
-from ortops.training.feeds import Inputs
-from ortops.training.samples import grouped
-from ortops.training.session import TrainingSession
-from ortops.training.validation_split import hold_out
 
 __all__ = ["Batches", "Epochs", "Unit"]
 

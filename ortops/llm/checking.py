@@ -10,8 +10,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortops.building.parameters import quantized, why_not
-from ortops.check import check, quiet
+from ortops.engine.building.parameters import quantized, why_not
+from ortops.engine.check import check, quiet
+from ortops.engine.lowering import to_proto
+from ortops.engine.summary import text_of
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.graph.convert import load_light, to_ir
 from ortops.llm.examples import IGNORED
@@ -22,8 +24,6 @@ from ortops.llm.pruning import is_pruned, without_pruning
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.targets import chosen
 from ortops.losses import NextToken
-from ortops.lowering import to_proto
-from ortops.summary import text_of
 
 __all__ = ["Report", "check_folder", "is_language_model"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ortops.callbacks.checkpoint import Checkpoint
-from ortops.training.callback import Callback, Record
-from ortops.training.session import TrainingSession
+from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.session import TrainingSession
 
 __all__ = ["Estimate", "FolderCheckpoint", "peak_memory"]
 

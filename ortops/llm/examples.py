@@ -13,12 +13,12 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ortops._common.optional import optional_module
 from ortops.errors import FeedError, OrtopsError
 from ortops.graph.files.archive import check_size
 from ortops.graph.files.json_text import read_json
 from ortops.graph.files.opening import open_regular
 from ortops.llm.tokenization import Message, RefusedTextError, Tokenizer
-from ortops.optional import optional_module
 
 __all__ = [
     "IGNORED",

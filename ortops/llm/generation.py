@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from ortops.arguments import number, whole_number
+from ortops._common.arguments import number, whole_number
 from ortops.errors import OrtopsError
 from ortops.llm.folder import Folder
 

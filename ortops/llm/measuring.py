@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import UnsupportedError
 from ortops.llm.checkpoint import peak_memory
 from ortops.llm.folder import Folder
 from ortops.llm.tuning import FineTuning
-from ortops.training.callback import Callback, Record
-from ortops.training.session import TrainingSession
 
 __all__ = ["Measurement", "measure"]
 

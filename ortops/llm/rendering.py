@@ -1,6 +1,6 @@
 """Runs a tokenizer and a chat template, which can be hostile: in a child process with limits.
 
-It imports nothing of the package: `ortops.trainable.limited` runs it.
+It imports nothing of the package: `ortops.engine.trainable.limited` runs it.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import onnx
 
+from ortops._common.numbers import Array
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph.convert import load_light
 from ortops.graph.files import external
@@ -22,8 +24,6 @@ from ortops.llm.merging import merged_model
 from ortops.llm.pruning import prune
 from ortops.llm.several_files import NAMES, SeveralFiles
 from ortops.lora.files import written_adapter
-from ortops.numbers import Array
-from ortops.training.session import TrainingSession
 
 __all__ = [
     "ADAPTER",

@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
+from ortops._common.numbers import Array
+from ortops.engine.inference import lend
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, UnsupportedError
 from ortops.graph.convert import to_ir
 from ortops.graph.files.external import move_out, serialize
-from ortops.inference import lend
 from ortops.llm.decoding import continued
 from ortops.llm.examples import Example, errors_of, tokens_of
 from ortops.llm.folder import Folder, refuse_norms, sliding_windows
@@ -21,8 +23,6 @@ from ortops.llm.generation import Sampling, generate
 from ortops.llm.sequence_pairs import prefix_of, source_feeds, source_of, start_token
 from ortops.llm.several_files import SeveralFiles
 from ortops.llm.tokenization import Tokenizer
-from ortops.numbers import Array
-from ortops.training.session import TrainingSession
 
 __all__ = ["Server"]
 

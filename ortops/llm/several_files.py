@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ortops.composition.composing import compose
-from ortops.composition.record import read_records
+from ortops._common.numbers import Array
+from ortops.engine.composition.composing import compose
+from ortops.engine.composition.record import read_records
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph import convert
 from ortops.graph.adapters import adapter_of
@@ -23,7 +24,6 @@ from ortops.graph.files.json_metadata import read_metadata
 from ortops.graph.weights import weights
 from ortops.llm.folder import Folder, graph_of
 from ortops.lora.merging import merge
-from ortops.numbers import Array
 from ortops.surgery.branches import fix_inputs
 
 __all__ = ["CACHE_BRANCH", "NAMES", "SeveralFiles", "several_files"]

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ortops.engine.trainable.child_process import Child, ChildError
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph.files.opening import open_regular, read_regular
 from ortops.graph.limits import LIMITS
 from ortops.llm import rendering
 from ortops.llm.folder import Folder
-from ortops.trainable.child_process import Child, ChildError
 
 __all__ = ["Message", "RefusedTextError", "Tokenizer"]
 

@@ -14,14 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from ortops.arguments import boolean, choice, whole_number
-from ortops.building.builder import build_light
+from ortops._common.arguments import boolean, choice, whole_number
+from ortops._common.notes import notes_as_details
+from ortops.engine.building.builder import build_light
+from ortops.engine.training.history import History
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import load_light
 from ortops.graph.files.external import LightModel, move_aside
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.graph.files.opening import read_regular
+from ortops.graph.passes.rematerialization import Checkpoint
 from ortops.llm.batches import Batches, Epochs
 from ortops.llm.checkpoint import Estimate
 from ortops.llm.examples import (
@@ -45,12 +49,8 @@ from ortops.lora.peft import with_peft
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
 from ortops.losses.preference import REWARD_MARGIN
 from ortops.metrics.metric import Array, Mean, StreamingMetric
-from ortops.notes import notes_as_details
 from ortops.optimizers import Adam
-from ortops.passes.rematerialization import Checkpoint
 from ortops.schedules import Schedule
-from ortops.training.history import History
-from ortops.training.session import TrainingSession
 
 __all__ = ["FineTuning"]
 

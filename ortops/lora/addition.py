@@ -12,7 +12,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops.arguments import boolean, number, whole_number
+from ortops._common.arguments import boolean, number, whole_number
+from ortops._common.notes import say_note
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.adapters import METADATA_KEY, Adapter, Module, adapter_of, scaling
@@ -28,7 +29,6 @@ from ortops.lora.fingerprints import fingerprint
 from ortops.lora.model import WITHOUT_TRAINING, Array
 from ortops.lora.patterns import Patterns
 from ortops.lora.targets import Target, chosen
-from ortops.notes import say_note
 from ortops.surgery.reading import refuse_training
 
 __all__ = ["Base", "Layer", "adapted", "add", "attach", "read_base"]
@@ -114,7 +114,7 @@ def add(
     Source: arXiv:2106.09685 (LoRA); arXiv:2312.03732 (rsLoRA).
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> adapted = add(examples.mlp((4, 16, 2)), rank=2, targets=["fc1"])
         >>> {tensor.name: list(tensor.dims) for tensor in adapted.graph.initializer[-2:]}
         {'fc1.lora_A.weight': [4, 2], 'fc1.lora_B.weight': [2, 16]}

@@ -59,7 +59,7 @@ def save_adapter(model: ModelLike, path: str | os.PathLike[str]) -> None:
 
     Example:
         >>> import tempfile
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> from ortops import lora
         >>> model = lora.add(examples.mlp((4, 16, 2)), rank=2, targets=["fc1"])
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +112,7 @@ def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelPr
 
     Example:
         >>> import tempfile
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> from ortops import lora
         >>> model = lora.add(examples.mlp((4, 16, 2)), rank=2, targets=["fc1"])
         >>> with tempfile.TemporaryDirectory() as folder:

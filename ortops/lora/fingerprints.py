@@ -18,13 +18,13 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from ortops.engine.trainable.training_mode import write_inference_mode
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.adapters import Adapter
 from ortops.graph.files.external import LightModel
 from ortops.graph.weights import lift, weights
 from ortops.lora.removal import remove_adapter
-from ortops.trainable.training_mode import write_inference_mode
 
 __all__ = [
     "FINGERPRINT_VERSION",
@@ -71,7 +71,7 @@ def fingerprint(model: LightModel, adapter: Adapter | None = None) -> str:
 
 
 def _trained_form(given: LightModel, adapter: Adapter | None) -> ir.Model:
-    """Returns a model as `ortops.building.preparation` makes it, without its adapter."""
+    """Returns a model as `ortops.engine.building.preparation` makes it, without its adapter."""
 
     def read() -> ir.Model:
         model = convert.to_ir(lifted)

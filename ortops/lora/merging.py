@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops.building.parameters import readers
+from ortops._common.uninterrupted import finished_at_exit
+from ortops.engine.building.parameters import readers
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph import convert
 from ortops.graph.adapters import METADATA_KEY, Module
@@ -20,7 +21,6 @@ from ortops.lora.model import WITHOUT_TRAINING, Array, read_adapted, refuse_not_
 from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import steps_to_weight
 from ortops.surgery.reading import drop_unread, model_of, open_model, refuse_training
-from ortops.uninterrupted import finished_at_exit
 
 __all__ = ["merge"]
 
@@ -48,7 +48,7 @@ def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
             layer is quantized.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> from ortops.lora import add
         >>> base = examples.mlp((4, 16, 2))
         >>> merged = merge(add(base, rank=2))

@@ -98,7 +98,7 @@ def to_peft(
 
     Example:
         >>> import tempfile
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> from ortops import lora
         >>> model = lora.add(examples.mlp((4, 16, 2)), rank=2, targets=["fc1"])
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -226,7 +226,7 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
 
     Example:
         >>> import tempfile
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> from ortops import lora
         >>> model = lora.add(examples.mlp((4, 16, 2)), rank=2, targets=["fc1"])
         >>> with tempfile.TemporaryDirectory() as folder:

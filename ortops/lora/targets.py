@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from ortops.building.parameters import ScopeNames, matches, names_in, scopes_of, why_not
+from ortops._common.notes import say_note
+from ortops.engine.building.parameters import ScopeNames, matches, names_in, scopes_of, why_not
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph.edit import all_nodes, describe
 from ortops.graph.layer_names import plain, standard
 from ortops.lora.fused import part_columns
-from ortops.notes import say_note
 
 __all__ = ["Target", "chosen", "dynamic_product", "parts", "steps_to_weight", "targets"]
 

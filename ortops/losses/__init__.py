@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import TypeAlias
 
+from ortops._common.other_names import find_name, foreign
 from ortops.errors import ArgumentError
 from ortops.losses.angular import ArcFace
 from ortops.losses.boxes import CIoU, DistributionFocal, GIoU
@@ -48,7 +49,6 @@ from ortops.losses.regression import (
 from ortops.losses.segmentation import Dice
 from ortops.losses.sequence import CTC
 from ortops.losses.similarity import CosineEmbedding, InfoNCE, Triplet
-from ortops.other_names import find_name, foreign
 
 __all__ = [
     "CTC",

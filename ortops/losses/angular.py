@@ -46,7 +46,7 @@ class ArcFace(SoftmaxCrossEntropy):
         Deng et al., 2019 (arXiv:1801.07698), equation 3, with the authors' continuation beyond π.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> cosines = [[1.0, 0.0]]  # 1 · cos(0 + ½ π) and 1 · 0: both classes are equally likely
         >>> loss_at(ArcFace(margin=1.5707963, scale=1.0), cosines, labels=[0])
         0.6931

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ortops.arguments import choice, whole_number
+from ortops._common.arguments import choice, whole_number
 from ortops.errors import ModelError
 from ortops.graph.tensor import Tensor, op
 from ortops.losses.loss import Loss, Reads, Shape, Terms, count_type, stopped, weighted_mean
@@ -157,7 +157,7 @@ class GIoU(Loss):
         torchvision.ops.generalized_box_iou_loss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> boxes = [[0.0, 0.0, 2.0, 2.0], [5.0, 5.0, 6.0, 6.0]]
         >>> targets = [[1.0, 0.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]]  # the second one is padding
         >>> loss_at(GIoU(), boxes, targets=targets)  # 1 − 2 / 6 + (6 − 6) / 6
@@ -236,7 +236,7 @@ class CIoU(GIoU):
         torchvision.ops.complete_box_iou_loss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> boxes, targets = [[0.0, 0.0, 2.0, 2.0]], [[1.0, 0.0, 3.0, 2.0]]
         >>> loss_at(CIoU(), boxes, targets=targets)  # 1 − 2 / 6 + 1² / (3² + 2²)
         0.7436
@@ -266,7 +266,7 @@ class DistributionFocal(Loss):
         Li et al., 2020 (arXiv:2006.04388), equation 6.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> logits = [[0.0, 0.0, 100.0]]  # certainly 2
         >>> loss_at(DistributionFocal(), logits, targets=[1.75])  # −0.25 · log e^−100
         25.0

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import boolean, number, whole_number
+from ortops._common.arguments import boolean, number, whole_number
+from ortops._common.numbers import cast_numbers, real
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph.labels import Labels, add_labels
 from ortops.graph.tensor import Tensor, op, shape_of, zeros_like
@@ -29,7 +30,6 @@ from ortops.losses.loss import (
     unless_empty,
     weighted_mean,
 )
-from ortops.numbers import cast_numbers, real
 
 __all__ = [
     "BinaryCrossEntropy",
@@ -255,7 +255,7 @@ class SoftmaxCrossEntropy(_Likelihood):
         al., 2016 (arXiv:1512.00567).
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> logits = [[0.0, 0.0], [0.0, 100.0]]
         >>> loss_at(SoftmaxCrossEntropy(), logits, labels=[0, 1])  # log 2 and 0
         0.3466
@@ -382,7 +382,7 @@ class NextToken(SoftmaxCrossEntropy):
         ``ForCausalLMLoss`` of Hugging Face's transformers.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> logits = [[[0.0, 100.0], [0.0, 0.0], [7.0, 9.0]]]
         >>> loss_at(NextToken(), logits, labels=[[0, 1, 0]])  # the mean of 0 and log 2
         0.3466
@@ -443,7 +443,7 @@ class NegativeLogLikelihood(_Likelihood):
         Schema of NegativeLogLikelihoodLoss, ai.onnx version 13; the same as torch.nn.NLLLoss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> log = [[-1.0, -0.5], [-2.0, -0.1]]
         >>> loss = NegativeLogLikelihood(weights=[3, 1])
         >>> loss_at(loss, log, labels=[0, 1])  # (3 · 1 + 1 · 0.1) / (3 + 1)
@@ -494,7 +494,7 @@ class Hinge(ClassLoss):
         Weston and Watkins, 1999; the same as torch.nn.MultiMarginLoss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss_at(Hinge(), [[2.0, 1.5, 0.0]], labels=[0])  # (0.5 + 0) / 3
         0.1667
     """
@@ -548,7 +548,7 @@ class BinaryCrossEntropy(Loss):
         torch.nn.BCELoss, except for the gradient of the logarithm if p or 1 − p is below 1e-12.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss_at(BinaryCrossEntropy(), [0.5, 0.25], targets=[1, 0.0])  # -½ (log ½ + log ¾)
         0.4904
     """
@@ -626,7 +626,7 @@ class BinaryCrossEntropyWithLogits(Loss):
         torch.nn.BCEWithLogitsLoss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss = BinaryCrossEntropyWithLogits(positive_weight=3.0)
         >>> loss_at(loss, [0.0, 0.0], targets=[1.0, 0.0])  # (3 + 1) / 2 · log 2
         1.3863
@@ -738,7 +738,7 @@ class Focal(MulticlassLoss):
         torchvision.ops.sigmoid_focal_loss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss_at(Focal(gamma=2.0), [0.0], targets=[1.0])  # (1 - ½)² log 2
         0.1733
     """

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from ortops.arguments import parameters_of
+from ortops._common.arguments import parameters_of
+from ortops._common.numbers import integer
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import (
@@ -29,7 +30,6 @@ from ortops.graph.squashing import Squashed, may_be_bounded, partly_squashed, sq
 from ortops.graph.tensor import Dim, Tape, Tensor, op
 from ortops.losses.loss import Function, Loss, Part, Reads, Shape, mean_of, softplus
 from ortops.losses.teacher import put_teacher
-from ortops.numbers import integer
 
 __all__ = ["Computed", "Inputs", "Prediction", "compute", "default_output"]
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import choice, whole_number
+from ortops._common.arguments import choice, whole_number
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph.tensor import Tensor, op
 from ortops.losses.boxes import BOX_FORMATS, BOX_LOSSES, Box, distribution
@@ -91,7 +91,7 @@ class TaskAligned(Loss):
 
     Example:
         >>> import numpy as np
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> output = np.zeros((1, 5, 4))  # one class, and a grid of 2 · 2 cells of size 8
         >>> output[0, :, 0] = [4, 4, 8, 8, 100]  # the first cell, certainly
         >>> output[0, 4, 1:] = -100

@@ -50,7 +50,7 @@ class Distillation(ClassLoss):
         Hinton et al., 2015 (arXiv:1503.02531).
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss = Distillation(temperature=1.0)
         >>> loss_at(loss, [[0.0, 0.0]], teacher=[[0.0, 0.0]])
         0.0

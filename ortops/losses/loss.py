@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from ortops.arguments import choice, number, text, whole_number
+from ortops._common.arguments import choice, number, text, whole_number
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph.convert import ModelLike
 from ortops.graph.tensor import Dim, Tensor, op
@@ -169,7 +169,7 @@ class Loss:
             that of the rows, for example for a weight for each token.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> from ortops.losses import L1, SoftmaxCrossEntropy
         >>> weighted = L1(sample_weight="w")
         >>> loss_at(weighted, [1.0, 2.0], targets=[1.0, 6.0], w=[3.0, 1.0])  # (0 + 4) / 4
@@ -515,7 +515,7 @@ def stopped(x: Tensor) -> Tensor:
 
 
 def check_number(loss: Loss, argument: str, **bounds: float) -> None:
-    """Raises an ArgumentError unless an argument is a number; see `ortops.arguments.number`."""
+    """Raises an ArgumentError unless an argument is a number within bounds."""
     number(f"loss {loss.name}: {argument}", getattr(loss, argument), **bounds)
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ortops.arguments import boolean, number
+from ortops._common.arguments import boolean, number
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph.tensor import Tensor, op
 from ortops.losses.loss import (
@@ -49,7 +49,7 @@ class MeanSquaredError(Loss):
         The same as torch.nn.MSELoss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss_at(MeanSquaredError(), [1.0, 2.0], targets=[1.0, 5.0])
         4.5
     """
@@ -75,7 +75,7 @@ class L1(Loss):
         The same as torch.nn.L1Loss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss_at(L1(), [1.0, 2.0], targets=[1.0, 5.0])
         1.5
     """
@@ -101,7 +101,7 @@ class Huber(Loss):
         Huber, 1964 (doi:10.1214/aoms/1177703732); the same as torch.nn.HuberLoss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss_at(Huber(delta=2.0), [1.0, 4.0], targets=[0.0, 0.0])  # ½ 1², 2 (4 - ½ 2)
         3.25
     """
@@ -137,7 +137,7 @@ class SmoothL1(Loss):
         Girshick, 2015 (arXiv:1504.08083); the same as torch.nn.SmoothL1Loss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss_at(SmoothL1(beta=2.0), [1.0, 4.0], targets=[0.0, 0.0])  # ½ 1² / 2, 4 - ½ 2
         1.625
     """
@@ -180,7 +180,7 @@ class GaussianNLL(Loss):
         but for the gradient of variances below ``eps``.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> outputs = {"mean": [1.0, 2.0], "var": [1.0, 4.0]}
         >>> loss_at(GaussianNLL("mean", variance="var"), outputs, targets=[1.0, 6.0])
         1.3466
@@ -238,7 +238,7 @@ class PoissonNLL(Loss):
         The same as torch.nn.PoissonNLLLoss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss_at(PoissonNLL(), [0.0, 0.0], targets=[3.0, 0.0])  # e⁰ − 3 · 0, e⁰
         1.0
     """
@@ -284,7 +284,7 @@ class Quantile(Loss):
         sklearn.metrics.mean_pinball_loss for one quantile, and its average for several.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss_at(Quantile(quantiles=0.9), [1.0, 2.0], targets=[3.0, 1.0])  # 0.9·2, 0.1·1
         0.95
     """
@@ -353,7 +353,7 @@ class KullbackLeibler(Loss):
         Kullback and Leibler, 1951 (doi:10.1214/aoms/1177729694); the same as torch.nn.KLDivLoss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> log = [[-0.6931, -0.6931]]  # of ½ and ½
         >>> loss_at(KullbackLeibler(reduction="batchmean"), log, targets=[[1.0, 0.0]])
         0.6931

@@ -45,7 +45,7 @@ class Dice(MulticlassLoss):
         Milletari et al., 2016 (arXiv:1606.04797).
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> logits = [[[100.0, 100.0, -100.0]]]  # one class, three pixels: p is 1, 1, 0
         >>> loss = Dice(smooth=0.0)
         >>> loss_at(loss, logits, targets=[[[1.0, 0.0, 0.0]]])  # 1 - 2 · 1 / (2 + 1)

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from ortops.arguments import whole_number
-from ortops.autodiff.rules.recurrent import scan
+from ortops._common.arguments import whole_number
 from ortops.errors import ModelError
+from ortops.graph.autodiff.rules.recurrent import scan
 from ortops.graph.tensor import Tensor, op
 from ortops.losses.loss import Loss, Reads, Sources, Terms, check_name, count_type, mean_or_sum
 
@@ -52,7 +52,7 @@ class CTC(Loss):
         same as torch.nn.CTCLoss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> half = [[[-0.6931, -0.6931]]] * 2  # two times, blank or 1: three of four paths fit
         >>> loss_at(CTC(), half, labels=[[1]], input_lengths=[2], target_lengths=[1])  # -log ¾
         0.2877

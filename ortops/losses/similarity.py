@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ortops._common.numbers import real
 from ortops.errors import ArgumentError
 from ortops.graph.tensor import Tensor, op
 from ortops.losses.loss import (
@@ -20,7 +21,6 @@ from ortops.losses.loss import (
     one,
     rows_of,
 )
-from ortops.numbers import real
 
 __all__ = ["CosineEmbedding", "InfoNCE", "Triplet"]
 
@@ -77,7 +77,7 @@ class CosineEmbedding(_Comparison):
         The same as torch.nn.CosineEmbeddingLoss, with its 1e-12 in the squares of the norms.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss = CosineEmbedding(first="a", second="b")
         >>> pair = {"a": [[1.0, 0.0]], "b": [[3.0, 4.0]]}
         >>> loss_at(loss, pair, targets=[1.0]), loss_at(loss, pair, targets=[-1.0])
@@ -136,7 +136,7 @@ class Triplet(_Comparison):
         torch.nn.TripletMarginLoss.
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> loss = Triplet(anchor="a", positive="b", negative="c", margin=2.0)
         >>> three = {"a": [[0.0, 0.0]], "b": [[3.0, 4.0]], "c": [[6.0, 0.0]]}
         >>> loss_at(loss, three)  # 2 + 5 - 6
@@ -206,7 +206,7 @@ class InfoNCE(_Comparison):
         (arXiv:2103.00020).
 
     Example:
-        >>> from ortops.examples import loss_at
+        >>> from ortops.docs.examples import loss_at
         >>> texts = {"query": [[1.0, 0.0], [0.0, 1.0]], "key": [[1.0, 0.0], [0.0, 1.0]]}
         >>> loss_at(InfoNCE(query="query", key="key", temperature=1.0), texts)  # log(1 + 1/e)
         0.3133

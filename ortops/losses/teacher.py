@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ortops.autodiff.gradient_node import GRADIENT_DOMAINS
 from ortops.errors import ModelError
 from ortops.graph import convert
+from ortops.graph.autodiff.gradient_node import GRADIENT_DOMAINS
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, copy_node, describe, inner_graphs
 from ortops.graph.files.external import Reference

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from ortops._common.other_names import find_name
 from ortops.errors import ArgumentError
 from ortops.metrics.classification import F1, Accuracy, IoU, Precision, Recall, TopK
 from ortops.metrics.confusion import ConfusionMatrix
@@ -35,7 +36,6 @@ from ortops.metrics.regression import (
     RootMeanSquaredError,
 )
 from ortops.metrics.sequence import EditDistance, Perplexity
-from ortops.other_names import find_name
 
 __all__ = [
     "AUC",

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import choice, number, whole_number
+from ortops._common.arguments import choice, number, whole_number
 from ortops.metrics.metric import (
     Array,
     Mean,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import choice, number, whole_number
+from ortops._common.arguments import choice, number, whole_number
 from ortops.errors import ArgumentError
 from ortops.metrics.metric import Array, StreamingMetric, check_labels, whole
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ortops.arguments import choice, function
+from ortops._common.arguments import choice, function
 from ortops.metrics.classification import Accuracy
 from ortops.metrics.metric import (
     Array,

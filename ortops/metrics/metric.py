@@ -13,9 +13,9 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import boolean, choice, text, whole_number
+from ortops._common.arguments import boolean, choice, text, whole_number
+from ortops._common.numbers import plain
 from ortops.errors import OrtopsError
-from ortops.numbers import plain
 
 __all__ = [
     "Array",
@@ -75,7 +75,7 @@ class StreamingMetric:
         ...         self.largest = max(self.largest, float(np.abs(outputs - targets).max()))
         ...     def result(self):
         ...         return self.largest
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> examples.session().evaluate(examples.BATCH, metrics=[LargestError()])
         {'loss': 1.0, 'largest_error': 1.0}
     """

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import choice, whole_number
+from ortops._common.arguments import choice, whole_number
 from ortops.metrics.metric import (
     Array,
     Mean,

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
-from ortops.arguments import choice
+from ortops._common.arguments import choice
 from ortops.metrics.metric import Array, Mean, StreamingMetric, check_same_shape, columns
 
 __all__ = ["R2", "MeanAbsoluteError", "MeanSquaredError", "RootMeanSquaredError"]

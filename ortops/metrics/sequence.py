@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ortops.arguments import text, whole_number
+from ortops._common.arguments import text, whole_number
 from ortops.metrics.metric import (
     Array,
     Mean,

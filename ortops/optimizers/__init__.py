@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ortops._common.other_names import find_name, foreign
 from ortops.errors import ArgumentError
 from ortops.optimizers.factored import Adafactor, adafactor, adafactor_unfactored
 from ortops.optimizers.gradient_descent import SGD, Momentum, momentum, sgd
@@ -47,7 +48,6 @@ from ortops.optimizers.schedule_free import ScheduleFreeAdamW, schedule_free_ada
 from ortops.optimizers.sign import Lion, lion
 from ortops.optimizers.squares import Adadelta, Adagrad, RMSprop, adadelta, adagrad, rmsprop
 from ortops.optimizers.variants import Adamax, NAdam, RAdam, adamax, nadam, radam
-from ortops.other_names import find_name, foreign
 
 __all__ = [
     "LAMB",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from ortops.arguments import choice, number
+from ortops._common.arguments import choice, number
 from ortops.errors import ArgumentError
 from ortops.optimizers.optimizer import (
     OPERATORS,

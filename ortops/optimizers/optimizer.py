@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from ortops.arguments import boolean, number, parameters_of
+from ortops._common.arguments import boolean, number, parameters_of
 from ortops.errors import ArgumentError
 from ortops.schedules import Schedule
 
@@ -34,7 +34,7 @@ UpdateRule: TypeAlias = Callable[..., Any]
 """``(r, t, x, g, *state, *, attributes) -> (x_new, *state_new)`` on numpy arrays or Tensors."""
 
 Ranges: TypeAlias = Mapping[str, Mapping[str, float]]
-"""The bounds of numbers, as arguments of `ortops.arguments.number`, by attribute."""
+"""The bounds of numbers, as arguments of `ortops._common.arguments.number`, by attribute."""
 
 _DECAY: Mapping[str, float] = {"minimum": 0, "below": 1}
 _POSITIVE: Mapping[str, float] = {"above": 0}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from ortops.arguments import choice, whole_number
+from ortops._common.arguments import choice, whole_number
 from ortops.optimizers.moments import AdamW
 from ortops.optimizers.optimizer import (
     Arrays,

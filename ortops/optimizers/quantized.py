@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ortops.arguments import whole_number
+from ortops._common.arguments import whole_number
 from ortops.optimizers.moments import AdamW, adamw_after_correction
 from ortops.optimizers.optimizer import Arrays, Optimizer, UpdateRule, arrays
 from ortops.schedules import Schedule

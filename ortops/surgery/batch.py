@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ortops._common.uninterrupted import finished_at_exit
 from ortops.errors import (
     ArgumentError,
     ModelError,
@@ -37,7 +38,6 @@ from ortops.surgery.reading import (
     read,
     refuse_training,
 )
-from ortops.uninterrupted import finished_at_exit
 
 __all__ = ["free_batch"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops.arguments import whole_number
+from ortops._common.arguments import whole_number
 from ortops.errors import ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -85,7 +85,7 @@ def replace_head(
             depends on the number of classes in a way that cannot be adapted.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = replace_head(examples.mlp((4, 16, 2)), classes=5)
         >>> [dim.dim_value for dim in model.graph.output[0].type.tensor_type.shape.dim]
         [0, 5]

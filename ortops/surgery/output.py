@@ -39,7 +39,7 @@ def name_output(model: ModelLike, tensor: str, *, name: str | None = None) -> on
         UnsupportedError: If the tensor is inside a subgraph or a function.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = examples.mlp((4, 16, 2))
         >>> hidden = model.graph.node[0].output[0]
         >>> [value.name for value in name_output(model, hidden, name="hidden").graph.output][1:]

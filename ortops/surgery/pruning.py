@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from ortops.arguments import choice, number, text, whole_number
+from ortops._common.arguments import choice, number, text, whole_number
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.adapters import adapter_of
@@ -71,7 +71,7 @@ def channel_groups(model: ModelLike, *, keep: str | Sequence[str] = ()) -> list[
         UnsupportedError: See `prune`.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> groups = channel_groups(examples.lenet())
         >>> [(*group.weights, group.prunable) for group in groups][:2]
         [('conv1.weight', 32), ('conv2.weight', 64)]
@@ -132,7 +132,7 @@ def prune(
         UnsupportedError: If the model is quantized or has functions, or no channel can be removed.
 
     Example:
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> pruned = prune(examples.lenet(), 0.5)
         >>> [list(weight.dims) for weight in pruned.graph.initializer if len(weight.dims) > 1]
         [[16, 1, 3, 3], [32, 16, 3, 3], [64, 128], [10, 64]]

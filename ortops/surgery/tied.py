@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops.arguments import text
+from ortops._common.arguments import text
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from ortops._common.numbers import Array
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError
 from ortops.graph.files.archive import read_arrays
 from ortops.graph.files.atomic import remedy
@@ -20,7 +21,6 @@ from ortops.graph.files.json_text import read_settings
 from ortops.graph.files.opening import file_in_folder, open_regular
 from ortops.graph.limits import LIMITS
 from ortops.graph.safetensors import map_safetensors
-from ortops.numbers import Array
 
 __all__ = ["Checkpoint", "Tensors", "read_checkpoint"]
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from ortops._common.numbers import Array
 from ortops.errors import ModelError
-from ortops.numbers import Array
 
 __all__ = ["cast", "is_informative", "orders", "same", "scaled_channels", "squeezed"]
 

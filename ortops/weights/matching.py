@@ -7,9 +7,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from ortops._common.numbers import Array
 from ortops.errors import UnsupportedError
 from ortops.graph.convert import ModelLike
-from ortops.numbers import Array
 from ortops.weights.checkpoints import Checkpoint, Tensors, read_checkpoint
 from ortops.weights.layouts import is_informative, orders, same, scaled_channels, squeezed
 from ortops.weights.names import Names, Part, Place
@@ -47,7 +47,7 @@ def match(model: ModelLike, checkpoint: Checkpoint) -> Names:
 
     Example:
         >>> import numpy as np
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = examples.mlp((4, 16, 2))
         >>> checkpoint = {"net.fc1.bias": np.zeros(16, np.float32)}
         >>> match(model, checkpoint)["net.fc1.bias"][0].weight

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 
 import onnx
 
+from ortops._common.numbers import Array
+from ortops.engine.summary import text_of
+from ortops.engine.trainable.write_back import NAMES_KEY
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.json_metadata import read_metadata, where, write_metadata
-from ortops.numbers import Array
-from ortops.summary import text_of
-from ortops.trainable.write_back import NAMES_KEY
 
 __all__ = ["Names", "NamesLike", "Part", "Place", "stored"]
 
@@ -221,7 +221,7 @@ class Names(Mapping[str, tuple[Place, ...]]):
             model: A ModelProto, its bytes, or its path; not changed.
 
         Example:
-            >>> from ortops import examples
+            >>> from ortops.docs import examples
             >>> model = examples.mlp((4, 16, 2))
             >>> stored(Names({"w": (Place("fc1.weight"),)}).attach(model))
             checkpoint  model       by     layout

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from ortops.building.parameters import readers, scopes_of, why_not
+from ortops._common.numbers import Array
+from ortops.engine.building.parameters import readers, scopes_of, why_not
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.weights import Weight, lift, weights
-from ortops.numbers import Array
 
 __all__ = ["Read", "read_model", "read_weights"]
 

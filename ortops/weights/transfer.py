@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from ortops._common.numbers import Array
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
 from ortops.graph.safetensors import write_safetensors
 from ortops.graph.weights import Weight, weights
-from ortops.numbers import Array
-from ortops.training.session import TrainingSession
 from ortops.weights.checkpoints import Checkpoint, Tensors, read_checkpoint
 from ortops.weights.layouts import cast
 from ortops.weights.matching import find_names
@@ -51,7 +51,7 @@ def load(model: ModelLike, source: Checkpoint, names: NamesLike | None = None) -
 
     Example:
         >>> import numpy as np
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> model = examples.mlp((4, 16, 2))
         >>> loaded = load(model, {"fc1.bias": np.ones(16)})
         >>> tensors = {tensor.name: tensor for tensor in loaded.graph.initializer}
@@ -112,7 +112,7 @@ def save(
 
     Example:
         >>> import tempfile
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> like = {"fc1.weight": np.zeros((16, 4), np.float16)}
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(examples.mlp((4, 16, 2)), f"{folder}/mlp.safetensors")

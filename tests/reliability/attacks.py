@@ -51,7 +51,7 @@ import onnx
 
 import ortops
 from ortops import Tape, op
-from ortops.execution.settings import Settings
+from ortops.engine.execution.settings import Settings
 
 SOAK = int(os.environ.get("ORTOPS_SOAK", "1"))
 """How many times as long as usual the attacks are."""

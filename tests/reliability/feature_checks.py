@@ -41,10 +41,10 @@ from running import plain_session, run_session
 import ortops
 from ortops import TrainingSession, callbacks
 from ortops.callbacks import Callback
-from ortops.execution.settings import Settings
-from ortops.training.callback import Record
-from ortops.training.gradients import Accumulation
-from ortops.training.history import History
+from ortops.engine.execution.settings import Settings
+from ortops.engine.training.callback import Record
+from ortops.engine.training.gradients import Accumulation
+from ortops.engine.training.history import History
 
 RECOMPUTE = (
     "recompute" if "recompute" in inspect.signature(TrainingSession).parameters else "checkpoint"

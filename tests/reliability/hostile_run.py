@@ -24,7 +24,7 @@ import onnxruntime
 
 import ortops
 from ortops import cli
-from ortops.check import check
+from ortops.engine.check import check
 from ortops.graph.limits import LIMITS
 
 MEMORY = 6 * 2**30

@@ -196,7 +196,7 @@ def test_a_daemon_that_makes_sessions_neither_holds_up_the_end_nor_aborts_it(wha
 
 def test_a_thread_that_fetches_batches_by_onnxruntime_does_not_abort_the_end() -> None:
     code = """
-    from ortops.training.prefetch import Prefetcher
+    from ortops.engine.training.prefetch import Prefetcher
 
     def batches():
         while True:
@@ -211,7 +211,7 @@ def test_a_thread_that_fetches_batches_by_onnxruntime_does_not_abort_the_end() -
 
 
 ENDLESS = """
-    from ortops import uninterrupted
+    from ortops._common import uninterrupted
 
     uninterrupted.EXIT_SECONDS = {limit}
     interrupt_after(0.2)

@@ -28,8 +28,8 @@ from training_models import affine, affine_batch, assert_same_arrays, foreign, l
 from violations import all_violations
 
 from ortops import FeedError, OrtopsError, Tape, TrainingSession, build_training_model, op
+from ortops.engine.training.feeds import Input
 from ortops.optimizers import SGD
-from ortops.training.feeds import Input
 
 
 def mirror() -> TrainingSession:

@@ -15,7 +15,7 @@ PRELUDE = """
     import numpy as np
     import attacks
     from ortops import TrainingSession
-    from ortops.training.callback import Callback
+    from ortops.engine.training.callback import Callback
 
     kind = attacks.VICTIMS["small"]
     batches = kind.batches(0, 12)
@@ -361,7 +361,7 @@ def test_a_process_that_is_told_to_end_does_so_by_itself() -> None:
         import pathlib, sys, time
         import attacks
         from ortops import TrainingSession
-        from ortops.training.callback import Callback
+        from ortops.engine.training.callback import Callback
 
         class Save(Callback):
             saves = True
@@ -405,7 +405,7 @@ def test_a_signal_that_comes_while_its_end_is_decided_is_not_forgotten() -> None
     """As while several processes agree: then it ends the training after the next step."""
     code = """
     from dataclasses import replace
-    from ortops.training.fitting import Shared
+    from ortops.engine.training.fitting import Shared
     session, asked = kind.open(), []
     strategy = session._step_strategy()
     def agree(stopped, name, found):
@@ -428,8 +428,8 @@ def test_a_handler_that_was_left_behind_takes_no_signal_of_another_fit() -> None
     run_code(
         PRELUDE
         + """
-    from ortops.training import fitting
-    from ortops.training.interruption import Interruption
+    from ortops.engine.training import fitting
+    from ortops.engine.training.interruption import Interruption
 
     class Left(Exception):
         pass

@@ -38,11 +38,11 @@ from onnx import helper
 from training_models import TRAINING_DOMAIN, affine, forces
 
 import ortops
-from ortops import lowering
-from ortops.check import check
+from ortops.engine import lowering
+from ortops.engine.check import check
+from ortops.engine.trainable import child_process, initialization
 from ortops.graph.files import loading
 from ortops.graph.limits import LIMITS
-from ortops.trainable import child_process, initialization
 
 RUN = Path(__file__).with_name("hostile_run.py")
 SECONDS = 60  # that a case may take; none takes more than a few

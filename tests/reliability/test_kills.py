@@ -21,16 +21,17 @@ from test_files import marked
 
 import ortops
 from models import llama, mlp
-from ortops import callbacks, examples, lora
+from ortops import callbacks, lora
 from ortops.cli import main
 from ortops.derivatives import casadi
+from ortops.docs import examples
+from ortops.engine.training.callback import Record
+from ortops.engine.training.export import export_step
+from ortops.engine.training.history import History
 from ortops.graph.files import external
 from ortops.graph.files.saving import write_model
 from ortops.llm import FineTuning, saving
 from ortops.lora import peft
-from ortops.training.callback import Record
-from ortops.training.export import export_step
-from ortops.training.history import History
 
 pytest.importorskip("fcntl", reason="no locks of Unix here")
 
@@ -477,7 +478,7 @@ OTHERS = {
     "callbacks/logs.py": "appends rows",
     "cli/prediction.py": "an archive in memory",
     "cli/standard_streams.py": "/dev/null",
-    "trainable/limited.py": "/dev/null",
+    "engine/trainable/limited.py": "/dev/null",
     "conformance/files.py": "does so too, as this package imports nothing else",
 }
 

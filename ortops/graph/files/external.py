@@ -20,6 +20,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ortops._common.numbers import Array
 from ortops.errors import ModelError
 from ortops.graph.files.atomic import (
     remedy,
@@ -42,7 +43,6 @@ from ortops.graph.files.messages import (
 )
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.files.wire_format import ByteSpan, unknown_fields
-from ortops.numbers import Array
 
 __all__ = [
     "ITEM_SIZES",

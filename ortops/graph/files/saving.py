@@ -58,7 +58,7 @@ def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
 
     Example:
         >>> import tempfile
-        >>> from ortops import examples
+        >>> from ortops.docs import examples
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_model(examples.mlp((4, 16, 2)), f"{folder}/model.onnx")
         ...     onnx.load(f"{folder}/model.onnx") == examples.mlp((4, 16, 2))

@@ -1,0 +1,1 @@
+"""What all packages use: checks of arguments, imports of optional packages, interruptions."""

@@ -1,0 +1,1 @@
+"""A Function as a function or module of other libraries, each loaded when it is used."""

@@ -1,0 +1,1 @@
+"""The documentation, and the models of its examples."""

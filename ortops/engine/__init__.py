@@ -1,0 +1,1 @@
+"""What lowers, builds and runs training steps."""

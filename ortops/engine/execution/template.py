@@ -1,0 +1,366 @@
+"""A step with its updates packed, whose gradient graph can be lowered for batches of any shape."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from ortops.engine.execution.compilation import compiled
+from ortops.engine.execution.onnxruntime_sessions import Sessions
+from ortops.engine.execution.packed import Packed
+from ortops.engine.execution.settings import PackedUpdate
+from ortops.engine.execution.sizes import bind_sizes, sizes_in
+from ortops.engine.execution.split_step_graphs import Cut, cut, next_values
+from ortops.engine.execution.step import Step
+from ortops.engine.execution.translation import Translation, translate
+from ortops.engine.execution.update import CompiledUpdate, ReplaceableUpdate, Update
+from ortops.engine.execution.update_groups import Group, split
+from ortops.engine.execution.updates_in_backward import check_updates
+from ortops.engine.lowering import lower_optimizers, lower_prepared, takes_python_kernel
+from ortops.errors import UnsupportedError
+from ortops.graph.autodiff.registry import Rules
+from ortops.graph.edit import prune, remove_defaults, remove_unread_inputs
+from ortops.graph.folding import fold
+from ortops.graph.passes import scaled_sums
+from ortops.graph.passes.rematerialization import Checkpoint, Rematerialization, names_in
+from ortops.graph.tensor import Names
+
+__all__ = ["Template"]
+
+_NOT_ELEMENTWISE = "it is not elementwise"
+_IN_BACKWARD = "it is part of the backward pass"
+
+
+class Template:
+    """The part of a step that belongs to one training_info entry, for batches of any shape.
+
+    Args:
+        step: The part; its model must not be used afterwards.
+        rules: The gradient rules.
+        sessions: Opens the sessions.
+        in_place: Whether updates may be in place if their formula allows it.
+        recompute: Which activations to keep if the backward pass recomputes the others.
+        in_backward: Whether a variable is updated, in place, once its gradient is there.
+
+    Attributes:
+        step: The part.
+        sessions: Opens the sessions.
+        joined: Whether all packed updates are in the gradient graph.
+        packed: The packed updates, with their memory.
+        unpacked: The output that is the next value, by variable, for updates that are not packed.
+        standard: Why updates are not compiled although this was tried, by variable.
+        translations: The packed updates that are compiled, as intermediate code.
+        spins: Whether threads may wait actively for the next run, because no update needs the
+            cores.
+        gains: Whether graphs for known sizes are faster.
+        in_backward: Whether variables are updated in the backward pass; false in small models.
+        extra: Further tensors of the graph that are outputs; those that it does not have are
+            ignored.
+        overwrites: Whether next values overwrite the present ones in the memory of a device, in a
+            run after that of the gradients.
+    """
+
+    extra: tuple[str, ...] = ()
+    overwrites: bool = False
+
+    def __init__(
+        self,
+        step: Step,
+        rules: Rules,
+        sessions: Sessions,
+        *,
+        in_place: bool,
+        recompute: Checkpoint | None,
+        in_backward: bool = False,
+    ) -> None:
+        kernels, settings = sessions.kernels, sessions.settings
+        self._may_overwrite = in_place
+        self.step = step
+        self.sessions = sessions
+        self._rules = rules
+        self._keep = takes_python_kernel if kernels == "python" else None
+        self._passes = list(sessions.passes)
+        if recompute is not None:
+            self._passes.insert(0, Rematerialization(recompute))
+        graph = step.model.graph
+        remove_defaults(graph, step.variables)
+        lower_optimizers(graph, Names(graph), lambda node: True)  # into one-tensor nodes
+        fold(graph)
+        self._next_values = next_values(graph, step.updates)
+        if in_backward:
+            check_updates(step)
+        self.in_backward = in_backward and _size_of(graph, step.parameters) > settings.joined
+        self._updates: list[ReplaceableUpdate] = []
+        self._dropped = [name for name in step.counts if name not in step.varying]
+        groups: list[Group] = []
+        self.unpacked: dict[str, str] = dict(step.updates)
+        if sessions.device is None:  # device memory cannot be packed
+            shown = [*step.outputs, *step.counts]
+            groups, self.unpacked = split(
+                graph,
+                step.updates,
+                step.feeds,
+                shown,
+                keep=self._keep,
+                alone=settings.early if self.in_backward else math.inf,
+            )
+        elif in_place and _size_of(graph, step.updates) > settings.joined:
+            self.overwrites = True
+        small = kernels != "python" and sum(group.size for group in groups) <= settings.joined
+        small = small and not self.in_backward
+        apart = sessions.on_cpu and not small and kernels != "python"
+        if apart and settings.scaled_sums and scaled_sums.has_kernel():
+            for group in groups:
+                scaled_sums.insert(group.formula, group.updated)
+        self.spins = small or not groups
+        self.standard: dict[str, str] = {}
+        self.translations: dict[Packed, Translation] = {}
+        if kernels == "compiled":
+            self.standard = dict.fromkeys(self.unpacked, _NOT_ELEMENTWISE)
+        self.packed = [self._pack(group, small=small) for group in groups]
+        self.joined = small and all(packed.joined for packed in self.packed)
+        for translation in self.translations.values():
+            compiled(translation)
+        self._remove_unread_feeds()
+        # Repeated steps pass states from one to the next, so each of them must be an input.
+        self._all_read = set(self.unpacked) <= {value.name for value in graph.inputs}
+        # Graphs for known sizes may lack the tensors that were named to be kept.
+        has_names = bool(names_in(recompute))
+        self.gains = not has_names and any(each.gains(step.model, None) for each in self._passes)
+
+    def _pack(self, group: Group, *, small: bool) -> Packed:
+        """Returns a group with its memory, and its translation if it is to be compiled now."""
+        settings = self.sessions.settings
+        translation: Translation | None = None
+        early = self.in_backward and group.size >= settings.early and len(group.shapes) == 1
+        if self.sessions.kernels == "compiled" and early:
+            names = [name for role in group.roles if role.updated for name in role.names]
+            self.standard |= dict.fromkeys(names, _IN_BACKWARD)
+        elif self.sessions.kernels == "compiled":
+            translation = self._translated(group, self._overwritten_by(group))
+        packed = Packed(
+            group,
+            sys.maxsize if small else settings.chunk,
+            self.sessions.threads,
+            # A small update in the gradient graph must not overwrite anything before all has run.
+            in_place=self._may_overwrite and (not small or translation is not None),
+            joined=(small or early) and translation is None,
+            always_safe=translation is not None,
+            passed=not small and not early and group.size >= settings.passed,
+        )
+        if translation is not None:
+            self.translations[packed] = translation
+        return packed
+
+    def _overwritten_by(self, group: Group) -> Collection[int]:
+        """Returns the roles that a compiled update overwrites, which no error can stop halfway."""
+        return group.next_values if self._may_overwrite else ()
+
+    def _translated(self, group: Group, overwritten: Collection[int]) -> Translation | None:
+        """Returns the translation of a group; records the reason if there is none."""
+        try:
+            return translate(group, overwritten=overwritten)
+        except UnsupportedError as error:
+            names = [name for role in group.roles if role.updated for name in role.names]
+            self.standard |= dict.fromkeys(names, str(error))
+            return None
+
+    def compilable(self) -> dict[Packed, Translation]:
+        """Returns the translations of all updates that have one.
+
+        Those that are separate from the gradients stay in the memory that they have.
+        """
+        self.standard = dict.fromkeys(self.unpacked, _NOT_ELEMENTWISE)
+        found: dict[Packed, Translation] = {}
+        for packed in self.packed:
+            if packed.joined and self.in_backward:
+                continue
+            group = packed.group
+            overwritten = self._overwritten_by(group) if packed.joined else packed.overwritten
+            translation = self._translated(group, overwritten)
+            if translation is not None:
+                found[packed] = translation
+        return found
+
+    def compile_updates(self, turn: int) -> bool:
+        """Compiles all updates that can be.
+
+        Args:
+            turn: The index of the buffers with the present values.
+
+        Returns:
+            Whether the graphs must be made anew, because updates are no longer part of them. The
+            memory of their variables may have changed as well.
+
+        Raises:
+            OrtopsError: See `ortops.engine.execution.compilation.compiled`. Nothing has changed.
+        """
+        found = self.compilable()
+        for translation in found.values():
+            compiled(translation)
+        threads = self.sessions.threads
+        for update in self._updates:
+            if (packed := update.packed) in found:
+                update.replace(CompiledUpdate(packed, found[packed], threads))
+        kept = turn if self._may_overwrite else None
+        apart = {packed: packed.apart(kept) for packed in found if packed.joined}
+        self.packed = [apart.get(packed, packed) for packed in self.packed]
+        self.translations |= {apart.get(packed, packed): each for packed, each in found.items()}
+        self.joined = self.joined and not apart
+        if apart:
+            self._updates = []
+        return bool(apart)
+
+    def _remove_unread_feeds(self) -> None:
+        """Removes the inputs of the gradient graph that only separate updates read."""
+        read_by = {True: set[str](), False: set[str]()}
+        for packed in self.packed:
+            for role in packed.group.roles:
+                if packed.joined or role.fed:
+                    read_by[packed.joined].update(role.names)
+        graph, feeds = self.step.model.graph, read_by[False] - read_by[True]
+        remove_unread_inputs(graph, feeds)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether one run can make several steps."""
+        loss = self.step.loss
+        outputs = [*self.unpacked.values(), loss]
+        alone = len(set(outputs)) == len(outputs)
+        # The WebGPU provider has no kernel for Scan, so that all states would move in each step.
+        device = self.sessions.device
+        moves = device is not None and device.kind == "webgpu"
+        stays = not moves and not self.overwrites
+        return self.joined and bool(loss) and alone and self._all_read and stays
+
+    def gains_at(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether a graph for feeds of these shapes is faster."""
+        sizes = sizes_in(self.step.model, shapes)
+        return self.gains and any(each.gains(self.step.model, sizes) for each in self._passes)
+
+    def lowered(self, shapes: Mapping[str, tuple[int, ...]] | None) -> ir.Model:
+        """Returns the gradient graph, lowered to fast operators.
+
+        Args:
+            shapes: The shapes of the feeds; None for any.
+        """
+        model = self.step.model.clone()
+        if self._dropped:
+            kept = [v for v in model.graph.outputs if v.name not in self._dropped]
+            inputs = list(model.graph.inputs)
+            model.graph.outputs.clear()
+            model.graph.outputs.extend(kept)
+            prune(model.graph)
+            model.graph.inputs.clear()
+            model.graph.inputs.extend(inputs)
+        if self.extra:
+            present = {value.name for value in model.graph.outputs}
+            there = {v.name: v for node in model.graph for v in node.outputs}
+            model.graph.outputs.extend(
+                there[name] for name in self.extra if name in there and name not in present
+            )
+        sizes = sizes_in(model, shapes) if self.gains and shapes is not None else None
+        if sizes is not None:
+            bind_sizes(model, sizes)
+        return lower_prepared(
+            model,
+            keep=self._keep,
+            rules=self._rules,
+            passes=self._passes,
+            sizes=sizes,
+            feeds=self.step.feeds,
+            shown=self.shown,
+        )
+
+    @property
+    def shown(self) -> list[str]:
+        """The outputs that a caller can request."""
+        names = [*self.step.outputs, *self.step.varying]
+        return [*names, *(name for name in self.extra if name not in names)]
+
+    def computes(self, name: str) -> bool:
+        """Whether a tensor is computed in a step, as an array."""
+        values = (value for node in self.step.model.graph for value in node.outputs)
+        found = next((value for value in values if value.name == name), None)
+        return found is not None and not isinstance(found.type, ir.SequenceType | ir.OptionalType)
+
+    def updates(self) -> list[ReplaceableUpdate]:
+        """Returns the packed updates that are separate from the gradients, opened once."""
+        if not self._updates:
+            self._updates += [
+                ReplaceableUpdate(
+                    Update(packed, self.sessions)
+                    if packed not in self.translations
+                    else CompiledUpdate(packed, self.translations[packed], self.sessions.threads)
+                )
+                for packed in self.packed
+                if not packed.joined
+            ]
+        return self._updates
+
+    def report(self) -> list[PackedUpdate]:
+        """Returns what the packed updates are."""
+        return [
+            PackedUpdate(
+                variables=tuple(role.names for role in each.group.roles if role.updated),
+                shapes=each.group.shapes,
+                chunks=each.rows,
+                in_graph=each.joined,
+                compiled=each in self.translations,
+                fed=tuple(name for role in each.group.roles if role.fed for name in role.names),
+                operators=dict(
+                    Counter(n.op_type for n in each.group.formula if n.op_type != "Constant")
+                ),
+            )
+            for each in self.packed
+        ]
+
+    def cut(self) -> tuple[Template, Template, Cut]:
+        """Returns the gradient part and the update part of the step, on the same memory.
+
+        Raises:
+            UnsupportedError: If the step has no gradients, or several of one parameter.
+        """
+        if self.in_backward:
+            raise UnsupportedError(
+                "gradients: with optimizer_in_backward=True the gradients of all parameters never "
+                "exist together, so `gradients`, `apply`, step(reduce=), fit(accumulate=) and "
+                "distributed training are not available; leave out optimizer_in_backward"
+            )
+        step = self.step
+        roles = [role for packed in self.packed for role in packed.group.roles]
+        read = [n for role in roles if not role.updated and not role.fed for n in role.names]
+        scalars = [name for packed in self.packed for name in packed.group.scalars]
+        shown = list(dict.fromkeys((*step.outputs, *step.counts)))
+        parts = cut(
+            step,
+            shown=shown,
+            ends=[*self.unpacked.values(), *read, *scalars],
+            fed=[name for role in roles if role.fed for name in role.names],
+            labels=self._next_values,
+        )
+        gradients, apply = copy.copy(self), copy.copy(self)
+        fetched = [name for label, name in parts.carried.items() if label not in step.updates]
+        gradients.step = replace(
+            step, model=parts.gradients, outputs=[*shown, *fetched], updates={}, varying=()
+        )
+        gradients.packed, gradients.unpacked, gradients._updates = [], {}, []
+        gradients.overwrites = False
+        feeds = [*parts.given.values(), *parts.carried.values(), *parts.fed]
+        apply.step = replace(step, model=parts.apply, feeds=feeds, outputs=[], loss="", varying=())
+        gradients._dropped = apply._dropped = []
+        apply.gains = False
+        apply.extra = ()
+        return gradients, apply, parts
+
+
+def _size_of(graph: ir.Graph, variables: Collection[str]) -> int:
+    """Returns the number of elements of variables; 0 for those of unknown shapes."""
+    shapes = [value.shape for value in graph.inputs if value.name in variables]
+    return sum(math.prod(shape.numpy()) for shape in shapes if shape and shape.is_static())

@@ -1,0 +1,224 @@
+"""Updates of variables in place, in the graph that computes their gradients.
+
+A variable may be overwritten as soon as nobody reads its old value any more. onnxruntime runs nodes
+one after the other, in an order that it chooses, so the order has to follow from the graph: each
+node that reads the old value must be an ancestor of the node that writes the new one. A cotangent
+that is computed from a weight, for example, is no ancestor of the weight's update. It becomes one
+if a scalar of the update, such as the learning rate, is added to a zero that is computed from the
+size of the cotangent, which costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import onnx_ir as ir
+
+from ortops.engine.execution.split_step_graphs import differentiated
+from ortops.engine.execution.step import Step
+from ortops.errors import UnsupportedError
+from ortops.graph.edit import ELEMENTWISE, read_inputs
+from ortops.graph.tensor import Names, Tape, op
+
+__all__ = ["check_updates", "order_updates", "put_updates_behind_gradients"]
+
+_SIZED = (  # of what onnxruntime's kernel of Size takes
+    *(ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64, ir.DataType.INT32),
+    ir.DataType.BOOL,
+)
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
+
+def check_updates(step: Step) -> None:
+    """Raises an error if an update reads gradients of other parameters.
+
+    Raises:
+        UnsupportedError: If there is one.
+    """
+    graph = step.model.graph
+    owners = {
+        gradient: name
+        for name, gradients in differentiated(graph, step.variables, step.updates).items()
+        for gradient in gradients
+    }
+    outputs = {value.name: value for value in graph.outputs}
+    for name, output in step.updates.items():
+        read: set[str] = set()
+        pending, seen = [outputs[output]], {outputs[output]}
+        while pending:
+            value = pending.pop()
+            if value in owners:
+                read.add(owners[value])
+            elif (node := value.producer()) is not None:
+                fresh = [each for each in read_inputs(node) if each not in seen]
+                seen.update(fresh)
+                pending += fresh
+        if len(read) > 1:
+            raise UnsupportedError(
+                f"optimizer_in_backward: the update of '{name}' reads the gradients of "
+                f"{len(read)} parameters, as with clip_norm, with the loss scaling of float16 and "
+                "with optimizers such as Prodigy; build the model without these, or leave out "
+                "optimizer_in_backward"
+            )
+
+
+def order_updates(
+    graph: ir.Graph,
+    shared: Mapping[str, Sequence[str]],
+    *,
+    fixed: Collection[str],
+    checked: Collection[str],
+) -> set[str]:
+    """Makes the nodes that write variables wait for all nodes that read them.
+
+    Args:
+        graph: The graph; nodes are added to it.
+        shared: The inputs that have the same memory as an output, by output.
+        fixed: The inputs that are the same in each run if no variable changes: no feeds.
+        checked: The outputs whose writers may read their own variable.
+
+    Returns:
+        The outputs that may have the memory of their inputs.
+    """
+    order = _Order(graph, fixed)
+    outputs = {value.name: value for value in graph.outputs}
+    inputs = {value.name: value for value in graph.inputs}
+    readers = {
+        name: order.readers([inputs[each] for each in names if each in inputs])
+        for name, names in shared.items()
+    }
+    late: dict[str, list[ir.Node]] = {}
+    for name, nodes in readers.items():
+        writer = outputs[name].producer()
+        if writer is None:
+            continue
+        reads_itself = any(v.name in shared[name] for v in read_inputs(writer))
+        if reads_itself and name not in checked and not _is_elementwise(writer):
+            continue
+        pending = [n for n in nodes if n is not writer and not order.is_before(n, writer)]
+        if not any(order.is_before(writer, n) for n in pending):
+            late[name] = pending
+    order.block(node for nodes in late.values() for node in nodes)
+    safe = {name for name, nodes in late.items() if order.wait(outputs[name], nodes)}
+    graph.sort()
+    return safe
+
+
+def put_updates_behind_gradients(graph: ir.Graph, gradients: Sequence[ir.Node]) -> None:
+    """Makes onnxruntime run each update once its gradient is there.
+
+    It first runs the nodes that the last node of a graph depends on, then those of the last but
+    one, and so on. So updates are put in the reverse of the order in which what they read is
+    available.
+
+    Args:
+        graph: The graph; it is modified in place.
+        gradients: The nodes that were there before the updates, in topological order.
+    """
+    position = {node: index for index, node in enumerate(gradients)}
+    latest: dict[ir.Node, int] = {}
+    for node in graph:
+        producers = (value.producer() for value in read_inputs(node))
+        before = [latest[each] for each in producers if each is not None]
+        latest[node] = position.get(node, max(before, default=-1))
+    read = {value for node in graph for value in read_inputs(node)}
+    ends = [node for node in graph if not any(value in read for value in node.outputs)]
+    graph.remove(ends)
+    graph.extend(sorted(ends, key=lambda node: latest[node], reverse=True))
+
+
+class _Order:
+    """Which node of a graph runs before which, whatever order onnxruntime chooses.
+
+    Args:
+        graph: The graph.
+        fixed: See `order_updates`.
+    """
+
+    def __init__(self, graph: ir.Graph, fixed: Collection[str]) -> None:
+        self._tape = Tape(graph, names=Names(graph))
+        self._before: dict[ir.Node, int] = {}  # a bit for each ancestor
+        self._number: dict[ir.Node, int] = {}
+        self._readers: dict[ir.Value, list[ir.Node]] = {}
+        self._blocked = 0
+        known = {value for value in graph.inputs if value.name in fixed}
+        known.update(graph.initializers.values())
+        self._derived: set[ir.Node] = set()
+        for number, node in enumerate(graph):
+            mask = 0
+            read = read_inputs(node)
+            for value in dict.fromkeys(read):
+                self._readers.setdefault(value, []).append(node)
+                producer = value.producer()
+                if producer is not None:
+                    mask |= self._before[producer] | 1 << self._number[producer]
+            self._before[node], self._number[node] = mask, number
+            if all(value in known for value in read):
+                known.update(node.outputs)
+                self._derived.add(node)
+
+    def is_before(self, first: ir.Node, second: ir.Node) -> bool:
+        """Whether a node is an ancestor of another."""
+        return bool(self._before[second] >> self._number[first] & 1)
+
+    def readers(self, variables: Sequence[ir.Value]) -> list[ir.Node]:
+        """Returns the nodes that may read the memory of variables.
+
+        A node that reads nothing else, such as Reshape or Transpose, may share their memory, or may
+        be merged with the nodes that read its output, so these are included.
+        """
+        found: dict[ir.Node, None] = {}
+        pending = list(variables)
+        while pending:
+            for node in self._readers.get(pending.pop(), ()):
+                if node not in found:
+                    found[node] = None
+                    pending += node.outputs if node in self._derived else ()
+        return list(found)
+
+    def block(self, nodes: Iterator[ir.Node]) -> None:
+        """Excludes nodes and their ancestors from those that `wait` makes wait."""
+        for node in nodes:
+            self._blocked |= self._before[node] | 1 << self._number[node]
+
+    def wait(self, output: ir.Value, nodes: Sequence[ir.Node]) -> bool:
+        """Makes the writer of an output wait for nodes; returns whether it does.
+
+        It is a node without blocked descendants that waits, so that there can be no cycle.
+        """
+        if not nodes:
+            return True
+        signals = [
+            next((v for v in node.outputs if v.name and v.dtype in _SIZED), None) for node in nodes
+        ]
+        place = self._place(output)
+        if place is None or any(signal is None for signal in signals):
+            return False
+        node, index = place
+        scalar = self._tape.tensor(node.inputs[index])  # type: ignore[arg-type]
+        zero = op.Min(*(op.Size(self._tape.tensor(v)) for v in signals if v is not None), 0)
+        node.replace_input_with(index, (scalar + zero.astype(scalar.dtype)).value)
+        return True
+
+    def _place(self, output: ir.Value) -> tuple[ir.Node, int] | None:
+        """Returns a node that an output depends on, and the index of a scalar that it reads."""
+        pending, seen = [output], {output}
+        while pending:
+            node = pending.pop(0).producer()
+            if node is None or node not in self._number:
+                continue
+            if not self._blocked >> self._number[node] & 1:
+                for index, value in enumerate(node.inputs):
+                    if value is not None and value.dtype in _FLOATS and value.shape == ():
+                        return node, index
+            fresh = [value for value in dict.fromkeys(read_inputs(node)) if value not in seen]
+            seen.update(fresh)
+            pending += fresh
+        return None
+
+
+def _is_elementwise(node: ir.Node) -> bool:
+    """Whether a node reads each element before it writes it."""
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+    shapes = {None if value.shape is None else tuple(value.shape) for value in values} - {()}
+    return node.op_type in ELEMENTWISE and len(shapes) == 1 and None not in shapes

@@ -1,0 +1,134 @@
+"""The values of variables in a trainable model, before its first step."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from ortops.engine.execution.step import Step
+from ortops.engine.trainable.metadata import entry_number
+from ortops.engine.training.state import check_master, is_rounded
+from ortops.errors import ModelError
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike
+from ortops.graph.files import external
+from ortops.graph.files.external import LightModel
+from ortops.graph.files.messages import initializers
+
+__all__ = ["Values", "computed", "copy_to_memory", "given_values"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+logger = logging.getLogger("ortops")
+
+
+def given_values(
+    model: LightModel,
+    steps: Sequence[Step],
+    entries: Sequence[int],
+    masters: Mapping[str, str],
+) -> Values:
+    """Returns the values that variables have in a model; each is read on access.
+
+    Args:
+        model: The model.
+        steps: The steps that have the variables.
+        entries: The training_info entries of the steps.
+        masters: 16-bit parameters → the variables with their float32 values.
+
+    Raises:
+        ModelError: If entries have different values for a variable, or a float32 value does not fit
+            its parameter.
+    """
+    wanted = {name for step in steps for name in (*step.variables, *step.updates)}
+    found: dict[str, Callable[[], Array]] = {}
+    graphs = [model.proto.graph]
+    graphs += [model.proto.training_info[number].algorithm for number in entries]
+    for tensor in (tensor for graph in graphs for tensor in graph.initializer):
+        if tensor.name in wanted:
+            read = functools.partial(model.array_of, tensor)
+            if tensor.name in found and not np.array_equal(found[tensor.name](), read()):
+                raise ModelError(
+                    f"training_info: '{tensor.name}' has different values in several entries; "
+                    "name the variables of each entry differently"
+                )
+            found[tensor.name] = read
+    for name, master in masters.items():
+        if not {name, master} <= found.keys():
+            continue
+        value, wide = found[name](), found[master]()
+        check_master(name, value, master, wide)
+        if not is_rounded(value, wide):
+            logger.warning(
+                "model: '%s' differs from '%s' rounded to %s, so it was probably changed; training "
+                "continues from '%s'",
+                *(name, master, value.dtype, name),
+            )
+            found[master] = functools.partial(value.astype, np.float32)
+    return Values(found)
+
+
+class Values(Mapping[str, Array]):
+    """Values that are read on access, so that they are not all in memory at once.
+
+    Args:
+        read: A function for each name that returns the value.
+    """
+
+    def __init__(self, read: Mapping[str, Callable[[], Array]]) -> None:
+        self._read = read
+
+    def __getitem__(self, name: str) -> Array:
+        return self._read[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._read
+
+    def joined(self, read: Mapping[str, Callable[[], Array]]) -> Values:
+        """Returns these values and others."""
+        return Values({**self._read, **read})
+
+    def without(self, names: Collection[str]) -> Values:
+        """Returns all values except some."""
+        return Values({name: read for name, read in self._read.items() if name not in names})
+
+
+def copy_to_memory(
+    model: ModelLike | LightModel, entry: int | str | None
+) -> tuple[LightModel, list[int]]:
+    """Returns a light model and its data, which neither a file nor the caller can change.
+
+    With it come the indices of the training_info entries: one, or all of them in order.
+
+    Variables that `reset` computes are only borrowed until they have their values. Others stay in
+    the model's file, if it has one: `reset` reads them again.
+    """
+    light, data = convert.load_light(model)
+    # A missing entry 0 is an error later.
+    every = list(range(max(1, len(light.training_info))))
+    entries = every if entry is None else [entry_number(light, entry)]
+    anew = computed(light, entries)
+    tensors = list(initializers(light, initialization=False))
+    lent = [tensor for tensor in tensors if tensor.name in anew]
+    bound = {binding.key for info in light.training_info for binding in info.update_binding}
+    bound -= anew
+    given = [tensor for tensor in tensors if tensor.name in bound]
+    return LightModel(light, external.copy_to_memory(data, lent, given)), entries
+
+
+def computed(proto: onnx.ModelProto, entries: Iterable[int]) -> set[str]:
+    """Returns the variables that the initialization of some entries computes."""
+    infos = [info for number, info in enumerate(proto.training_info) if number in list(entries)]
+    return {binding.key for info in infos for binding in info.initialization_binding}

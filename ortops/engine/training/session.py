@@ -1,0 +1,914 @@
+"""TrainingSession: runs the training_info of a model on onnxruntime."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar, overload
+
+import numpy.typing as npt
+import onnx
+import onnxruntime
+
+from ortops._common.garbage_collection import pause_collection
+from ortops._common.other_names import ARGUMENTS_OF_DATA, ARGUMENTS_OF_FIT, explains_arguments
+from ortops._common.uninterrupted import finished_at_exit
+from ortops.engine.execution.execution import Execution
+from ortops.engine.execution.onnxruntime_sessions import UpdateKernels
+from ortops.engine.execution.settings import SessionReport, Settings
+from ortops.engine.training.callback import Callback
+from ortops.engine.training.constants import Constants
+from ortops.engine.training.data import Data, Feeds
+from ortops.engine.training.evaluation import Evaluator
+from ortops.engine.training.feeds import Inputs
+from ortops.engine.training.fitting import StepStrategy, Trainer, fit
+from ortops.engine.training.gradients import Gradients
+from ortops.engine.training.history import History
+from ortops.engine.training.loaded_model import LoadedModel
+from ortops.engine.training.model_file import ModelFile
+from ortops.engine.training.rebuilding import rebuilt
+from ortops.engine.training.sample_weights import ClassWeight, SampleWeight
+from ortops.engine.training.samples import Collate
+from ortops.engine.training.state import State
+from ortops.engine.training.steps import Steps
+from ortops.engine.training.training_metrics import TrainingMetrics
+from ortops.engine.training.turns import LearningRates, Turns, check_lengths
+from ortops.errors import ArgumentError, OrtopsError
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike
+from ortops.graph.files.external import LightModel
+from ortops.graph.passes.rematerialization import Checkpoint
+from ortops.losses import LossLike
+from ortops.metrics import Metric, StreamingMetric
+from ortops.metrics.metric import direction
+from ortops.optimizers import Optimizer, UpdateRule
+
+__all__ = ["TrainingSession"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _documented_by(part: Any) -> Callable[[_Method], _Method]:
+    """Gives a method the docstring of the method that does its work, for `help` and the reference.
+
+    Editors that only read the source show the first line, which stands here as well.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        method.__doc__ = part.__doc__
+        return method
+
+    return decorate
+
+
+class TrainingSession:
+    """Runs the training algorithm of a trainable model.
+
+    Args:
+        model: A trainable model (see `ortops.build_training_model`): a ModelProto, its bytes or its
+            path. It is not changed.
+        kernels: How updates are computed: ``"onnx"`` as standard operators, ``"python"`` as custom
+            operators in Python, ``"compiled"`` as one compiled loop for each update, which needs
+            llvmlite (``pip install ortops[fast]``). ``"auto"`` begins like ``"onnx"``. Once 10
+            steps have taken 2 seconds, it compiles updates, if llvmlite is installed and variables
+            are in the CPU's memory. All but ``"python"`` have the same bits; see `compiled`.
+        entry: The training_info entry that a step runs, by index or name (see
+            `ortops.add_training`); by default all, in order. The variables of other entries keep
+            their values.
+        sess_options: Options for the onnxruntime sessions.
+        providers: Where to train: names of execution providers, pairs of a name and options, or
+            devices of `onnxruntime.get_ep_devices`; by default, the CPU. With ``"webgpu"``, which
+            needs ``pip install ortops[webgpu]``, CUDA, TensorRT, DirectML or CANN as the first one,
+            variables are stored in the memory of its device, and a step copies only its outputs to
+            the host. WebGPU was run on a device in software, the others not at all.
+        recompute: Activation checkpointing: trades compute for memory by recomputing activations.
+            The names of the activations to keep, or how many to choose automatically: small tensors
+            that the whole forward pass goes through, with equal amounts of memory between them.
+            ``"sqrt"`` chooses the square root of their number, which is a good choice for a deep
+            model. The backward pass recomputes all other activations. Results stay the same up to
+            rounding. By default, all activations are kept.
+        outputs: The names of the model's outputs that `step` can return in addition to the losses;
+            by default, all outputs that the loss depends on. Fewer outputs take less memory.
+        optimizer_in_backward: Whether the backward pass updates each parameter, in place, as soon
+            as its gradient is there, so that the gradients of all parameters never exist together.
+            The bits stay the same. It excludes what needs all gradients at once: ``clip_norm``,
+            `gradients` and `apply`, ``step(reduce=)``, ``fit(accumulate=)``, distributed training,
+            the loss scaling of float16, and optimizers such as Prodigy. A step that fails leaves
+            the session unusable until `reset`. Models with up to 2¹⁸ parameters are updated as
+            without it.
+            Source: Lv and others, "Full Parameter Fine-tuning for Large Language Models with
+            Limited Resources", 2023.
+        settings: How steps are executed, for measurements and tests. Results stay the same up to
+            rounding.
+
+    Raises:
+        ArgumentError: If ``recompute`` is not valid, or ``outputs`` names something that is not an
+            output; or if a provider is unknown, or does not work on this machine and
+            CPUExecutionProvider is not listed behind it.
+        ModelError: If the model has no training_info or is not legal, or if ``recompute`` names a
+            tensor that the model does not compute.
+        OrtopsError: If ``kernels="compiled"`` and llvmlite is not installed.
+        UnsupportedError: If a gradient passes through an operator without a rule, or a device
+            cannot store the variables.
+
+    Example:
+        >>> import numpy as np
+        >>> import ortops
+        >>> from ortops import Tape
+        >>> with Tape(name="linear") as tape:
+        ...     x = tape.input("x", np.float32, ["batch", 1])
+        ...     y = tape.output(x @ tape.initializer("w", np.zeros((1, 1), np.float32)), "y")
+        >>> model = ortops.build_training_model(
+        ...     tape.model(), loss="MeanSquaredError", optimizer=ortops.optimizers.SGD(0.25))
+        >>> session = TrainingSession(model)
+        >>> batch = {"x": np.ones((1, 1), np.float32), "targets": np.ones((1, 1), np.float32)}
+        >>> [round(float(session.step(batch)["loss"]), 3) for _ in range(3)]
+        [1.0, 0.25, 0.062]
+        >>> session.state["w"]
+        array([[0.875]], dtype=float32)
+    """
+
+    @convert.blame_model
+    @finished_at_exit
+    @pause_collection()
+    def __init__(
+        self,
+        model: ModelLike | LightModel,
+        *,
+        kernels: UpdateKernels = "auto",
+        entry: int | str | None = None,
+        sess_options: onnxruntime.SessionOptions | None = None,
+        providers: Sequence[Any] | None = None,
+        recompute: Checkpoint | None = None,
+        outputs: Sequence[str] | None = None,
+        optimizer_in_backward: bool = False,
+        settings: Settings | None = None,
+    ) -> None:
+        self._loaded = LoadedModel(
+            model,
+            entry,
+            kernels=kernels,
+            options=sess_options,
+            providers=providers,
+            recompute=recompute,
+            outputs=outputs,
+            settings=settings,
+            optimizer_in_backward=optimizer_in_backward,
+        )
+        self._arguments: dict[str, Any] = {
+            "kernels": kernels,
+            "sess_options": sess_options,
+            "providers": providers,
+            "recompute": recompute,
+            "outputs": outputs,
+            "optimizer_in_backward": optimizer_in_backward,
+            "settings": settings,
+        }
+        self._steps = Steps(self._loaded)
+        self._evaluator = Evaluator(self._loaded)
+        self._file = ModelFile(self._loaded)
+        self.metadata = self._loaded.metadata
+        self.resume_state = self._loaded.resume_state
+        self._of_entries: dict[int, TrainingSession] = {}
+
+    @property
+    def _execution(self) -> Execution:
+        return self._loaded.execution
+
+    def _only(self, entry: int | str | None) -> TrainingSession:
+        """Returns a session on the same memory whose steps run one entry; itself for None."""
+        if entry is None:
+            return self
+        number = self._loaded.number_of(entry)
+        if self._loaded.entries == [number]:
+            return self
+        if number not in self._of_entries:
+            made = object.__new__(type(self))
+            made.__dict__.update(self.__dict__)
+            loaded = made._loaded = self._loaded.only(number)
+            made._steps, made._evaluator = Steps(loaded), Evaluator(loaded)
+            made.metadata = loaded.metadata
+            self._of_entries[number] = made
+        return self._of_entries[number]
+
+    def _by_entry(self) -> dict[str, TrainingSession]:
+        """Returns a session for each entry, by its name."""
+        names = self._loaded.names
+        return {names[number]: self._only(number) for number in self._loaded.entries}
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """The variables with compiled updates; with ``kernels="auto"``, empty in the first steps.
+
+        Their updates give the same bits as with ``kernels="onnx"``, but for those of NaN. An update
+        is not compiled if it is not elementwise (such as Muon's of a matrix) or has an operator
+        that is not exact (such as Exp); the logger ``"ortops"`` gives the reason at level INFO.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> examples.session().compiled
+            ()
+        """
+        return self._execution.compiled
+
+    @property
+    def compilable(self) -> tuple[str, ...]:
+        """The variables whose updates are compiled, now or after some steps; see `compiled`.
+
+        Example:
+            >>> import ortops
+            >>> from ortops.docs import examples
+            >>> ortops.TrainingSession(examples.session().model(), kernels="onnx").compilable
+            ()
+        """
+        return self._execution.compilable
+
+    @property
+    def providers(self) -> list[tuple[str, dict[str, str]]]:
+        """The execution providers of the session, as names and options.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> examples.session().providers
+            [('CPUExecutionProvider', {})]
+        """
+        return list(self._loaded.providers)
+
+    @property
+    def placement(self) -> dict[str, str]:
+        """The provider that runs each node of a step, by the name of the node.
+
+        A node without a name has that of its first output. If a provider has no kernel for a node,
+        the CPU runs it, and tensors move between the two. onnxruntime may merge nodes afterwards.
+        Packed updates of variables in the CPU's memory are not included.
+
+        Raises:
+            UnsupportedError: If there are other providers than the CPU's, and onnxruntime is older
+                than 1.24.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> set(examples.session().placement.values())
+            {'CPUExecutionProvider'}
+        """
+        return {node.name: node.provider for node in self._execution.nodes()}
+
+    def report(self, *, entry: int | str | None = None) -> SessionReport:
+        """Returns what the session chose for its steps, as they run now.
+
+        That is how updates are computed, which variables are updated together and in place, in
+        which memory variables are, and which nodes a step has. It changes when updates are
+        compiled, and with graphs for other shapes of batches. It is read from what the session has,
+        and costs next to nothing. `dataclasses.asdict` makes plain data of it, ``str`` a text.
+
+        Args:
+            entry: The training_info entry to report on, by index or name; by default, all.
+
+        Raises:
+            OrtopsError: If there is no such entry.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> report = examples.session().report()
+            >>> report.kernels, report.in_place, report.in_turn
+            ('onnx', (), ('w', 'step'))
+            >>> print(report.packed[0])
+            updated together: w (1 element, in the graph)
+        """
+        return self._only(entry)._execution.report()
+
+    # ------------------------------------------------------------------------------- training
+
+    @_documented_by(Steps.step)
+    def step(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        reduce: Callable[[Gradients], object] | None = None,
+        entry: int | str | None = None,
+    ) -> dict[str, Array]:
+        """Runs one training step."""
+        return self._only(entry)._steps.step(feeds, outputs=outputs, reduce=reduce)
+
+    @_documented_by(Steps.gradients)
+    def gradients(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        after: Gradients | None = None,
+        entry: int | str | None = None,
+    ) -> Gradients:
+        """Computes the gradients of a batch in training mode, and changes nothing."""
+        return self._only(entry)._steps.gradients(feeds, outputs=outputs, after=after)
+
+    @_documented_by(Steps.apply)
+    def apply(
+        self, gradients: Mapping[str, npt.ArrayLike], *, entry: int | str | None = None
+    ) -> None:
+        """Applies gradients: the part of a step that follows the backward pass."""
+        self._only(entry)._steps.apply(gradients)
+
+    @_documented_by(Steps.run_steps)
+    def run_steps(self, batches: Iterable[Feeds], *, entry: int | str | None = None) -> Array:
+        """Runs a training step with each of several batches."""
+        return self._only(entry)._steps.run_steps(batches)
+
+    @explains_arguments(**ARGUMENTS_OF_FIT)
+    def fit(
+        self,
+        data: Data,
+        *,
+        epochs: int = 1,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        seed: int = 0,
+        validation: Data | None = None,
+        validation_split: float = 0.0,
+        validate_every: int | None = None,
+        max_steps: int | None = None,
+        max_minutes: float | None = None,
+        sample_weight: SampleWeight = None,
+        class_weight: ClassWeight | None = None,
+        collate: Collate | None = None,
+        group_by_length: bool | Sequence[int] = False,
+        metrics: Sequence[str | Metric] = (),
+        train_metrics: bool = False,
+        schedule: Callable[[float], float] | None = None,
+        callbacks: Sequence[Callback] = (),
+        accumulate: int = 1,
+        prefetch: int = 0,
+        resume: bool = False,
+        progress: bool = True,
+        stop_on_nan: bool = True,
+        detect_anomaly: bool = False,
+        fast_dev_run: bool = False,
+        entry: int | str | None = None,
+        entries: Mapping[str, int] | None = None,
+    ) -> History:
+        """Trains on a data set.
+
+        The seed and the number of finished steps determine the order of the rows. If a signal, an
+        error or a callback ends training early, or the process is killed after the session was
+        saved, ``resume=True`` continues, even in the middle of an epoch, as if training had never
+        stopped: `save` stores the position together with the weights. `reset` discards it. The page
+        on training (``ortops/docs/training.md``, "Callbacks and resuming") describes signals.
+
+        Args:
+            data: The data set, in any form that `ortops.open_data` accepts: arrays by
+                name or in a tuple, a table, a Parquet or Arrow file, samples, an iterable of
+                batches, or a function that returns one of these.
+            epochs: The number of passes over the data. With ``resume=True``, finished epochs count,
+                and a larger number than before extends the training.
+            batch_size: The number of rows per batch, if rows are given.
+            shuffle: Whether to shuffle the rows before each epoch, if rows are given.
+            seed: Determines the order of the rows.
+            validation: A data set to evaluate after each epoch.
+            validation_split: The fraction of ``data`` to set aside as ``validation``: of n rows,
+                the first ``floor(n · (1 - validation_split))`` are for training and the last ones
+                for validation, in the order in which they are given, before any shuffling. Of given
+                batches, it is the last of these. Data that are only read from the beginning to the
+                end, such as iterators and loaders, are refused.
+            validate_every: The number of steps between validations within epochs, in addition to
+                the one after each epoch: a validation follows each step whose number (`steps_done`)
+                is a multiple. The results are in ``validations`` of the returned
+                `ortops.History`; callbacks get them in ``on_validation``.
+            max_steps: The number of steps after which training ends, also within an epoch. The
+                epoch is then validated and recorded. With ``resume=True``, steps of earlier calls
+                count, and a larger number than before finishes the epoch, whose entry replaces the
+                recorded one.
+            max_minutes: The number of minutes after which this call ends, after the current step,
+                as with ``max_steps``. Earlier calls do not count; the validation at the end comes
+                in addition.
+            sample_weight: A weight >= 0 for each row: an array [rows], or the name of a column of
+                the data. The loss needs an input for it, as
+                ``SoftmaxCrossEntropy(sample_weight="weight")`` has, and of a batch it is
+                Σ w · loss / Σ w (0 if Σ w is 0). Data may instead contain the weights under that
+                input's name; validation data only then have any, and rows without weights have 1.
+            class_weight: A weight for each class of the labels, as a dict (other classes have 1),
+                a list, or ``"balanced"``: rows / (classes · rows of the class). It multiplies the
+                weights of the rows for training, not for validation.
+            collate: A function that makes a batch, a dict or tuple of arrays, of a list of samples;
+                or ``"pad"`` or an `ortops.data.Pad`, which pads arrays to the longest of the batch.
+                The data are then samples: a list of dicts or tuples, lists of arrays by name or in
+                a tuple, a table, or an object with ``__len__`` and ``__getitem__``.
+            group_by_length: Whether batches have samples of similar length, which saves padding;
+                or the length of each sample. With True, all samples are read once at the beginning,
+                and the length of a sample is the largest size of the dynamic axes of the model's
+                inputs. Needs ``shuffle``: the order of the batches stays random.
+            metrics: The metrics to compute on the validation data (see `ortops.metrics`).
+            train_metrics: Whether to compute the metrics on the training data as well, from the
+                outputs of each step: in training mode, with the parameters before the step. They
+                have the names of the metrics, without ``validation_``. The loss must depend on the
+                tensors that they read.
+            schedule: A function that returns the learning rate of an epoch, given the fraction of
+                ``epochs`` that are finished (0 in the first one). By default, the learning rate
+                does not change, or follows the schedule in the model's graph.
+            callbacks: Callbacks for each step, each epoch and the end (see `ortops.callbacks`).
+            accumulate: The number of batches per step. A step is that of all their rows; the last
+                one of an epoch may have fewer.
+            prefetch: The number of batches that a thread reads ahead.
+            resume: Whether to continue the training that an earlier call began, if there is one,
+                with the same ``seed``, ``shuffle``, ``batch_size``, ``accumulate`` and number of
+                rows and batches. ``epochs`` must include the epochs that were begun.
+            progress: Whether to show a line for each epoch on standard error. A terminal or
+                notebook shows it while the epoch runs, a file gets it at the end of the epoch.
+            stop_on_nan: Whether to stop at a loss that is NaN or infinite. A float16 step that is
+                skipped because its gradients overflowed does not count (see
+                `build_training_model`), unless they overflow at the smallest loss scale, too.
+            entry: The training_info entry that makes the steps, by index or name (see
+                `ortops.add_training`); by default all of them, in order, with each batch.
+            entries: The number of steps of each entry in a cycle, by name, if entries take turns:
+                with ``{"discriminator": 2, "main": 1}``, the first two batches of an epoch are for
+                steps of the discriminator, the next one for a step of ``main``, and so on. Each
+                epoch begins a new cycle. A batch has the inputs of all these entries. ``loss`` is
+                the sum of their mean losses, each of which is ``<entry>.loss``; the learning rate
+                of each one's last step is ``<entry>.learning_rate``, and ``learning_rate`` that of
+                the entry named first.
+            detect_anomaly: Whether to look for values that are not finite in the loss and the
+                variables after each step. If there are, the step is repeated, and the error names
+                the node that made the first of them, in the forward pass, the backward pass or the
+                update. Each step then takes longer and keeps a copy of the variables.
+            fast_dev_run: Whether only to try out this call: 3 steps and 3 batches of validation, as
+                with ``epochs=1, max_steps=3``. The callbacks of ortops are not called, nor others
+                that save or write; the session is afterwards as it was, and ``resume`` has no
+                effect.
+
+        Returns:
+            A dict for each epoch: ``loss`` is the mean over its rows, and so is ``loss_<name>`` of
+            each summand of a sum of losses (if labels are ignored or weighted, the mean over those
+            that count; NaN if there are none); ``validation_loss`` and ``validation_<metric>`` are
+            computed on the validation data, and with ``train_metrics`` each metric by its name on
+            the training data; ``learning_rate``, ``steps`` and ``seconds`` are explained in
+            `ortops.History`.
+
+        Raises:
+            ArgumentError: If an argument is wrong.
+            DivergedError: If the loss of a step is NaN or infinite (the step has been made), or if
+                float16 gradients overflow at the smallest loss scale.
+            FeedError: If the data do not fit the model.
+            KernelError: If a kernel failed.
+            OrtopsError: If an argument is not that of the training to resume.
+            KeyboardInterrupt: After SIGINT.
+            SystemExit: After SIGTERM or SIGHUP.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> session = examples.session()
+            >>> history = session.fit(examples.BATCH, epochs=3, progress=False)
+            >>> [round(loss, 3) for loss in history.columns["loss"]]
+            [1.0, 0.25, 0.062]
+        """
+        trainer, strategy, inputs = self._trainer(
+            entry, entries, accumulate=accumulate, train_metrics=train_metrics
+        )
+        begin = self.unchanged if fast_dev_run is True else contextlib.nullcontext
+        with begin():
+            return fit(
+                trainer,
+                strategy,
+                inputs,
+                data,
+                epochs=epochs,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                seed=seed,
+                validation=validation,
+                validation_split=validation_split,
+                validate_every=validate_every,
+                max_steps=max_steps,
+                max_minutes=max_minutes,
+                sample_weight=sample_weight,
+                class_weight=class_weight,
+                collate=collate,
+                group_by_length=group_by_length,
+                metrics=metrics,
+                train_metrics=train_metrics,
+                schedule=schedule,
+                callbacks=callbacks,
+                accumulate=accumulate,
+                prefetch=prefetch,
+                resume=resume,
+                progress=progress,
+                stop_on_nan=stop_on_nan,
+                detect_anomaly=detect_anomaly,
+                fast_dev_run=fast_dev_run,
+            )
+
+    def _trainer(
+        self,
+        entry: int | str | None,
+        entries: Mapping[str, int] | None,
+        *,
+        accumulate: int,
+        train_metrics: bool,
+    ) -> tuple[Trainer, StepStrategy, Inputs]:
+        """Returns what `fit` trains, how it makes steps, and what a batch fills."""
+        if entries is not None:
+            if entry is not None:
+                raise ArgumentError(f"entry must be left out with entries=, got {entry!r:.80}")
+            parts = self._by_entry()
+            strategies = {name: part._step_strategy() for name, part in parts.items()}
+            turns = Turns(self, parts, strategies, entries)
+            turns.check(accumulate=accumulate, train_metrics=train_metrics)
+            return turns, turns.strategy(), turns.inputs
+        if entry is None:
+            others = list(self._by_entry().values())[1:]
+            check_lengths([each.metadata for each in others], self.state)
+        chosen, strategy = self._only(entry), self._only(entry)._step_strategy()
+        if chosen is not self:
+            (number,) = chosen._loaded.entries
+            strategy = replace(strategy, entries=chosen._loaded.names[number])
+        return chosen, strategy, chosen.inputs
+
+    def _step_strategy(self) -> StepStrategy:
+        return self._steps.strategy()
+
+    @property
+    def inputs(self) -> Inputs:
+        """The inputs that a batch fills, by name: those of the model, then those of the loss.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> sorted(examples.session().inputs)
+            ['targets', 'x']
+        """
+        return self._loaded.inputs
+
+    @property
+    def history(self) -> History:
+        """The history of the last `fit`, also if it ran before the file was saved.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> session = examples.session()
+            >>> _ = session.fit(examples.BATCH, epochs=2, progress=False)
+            >>> [epoch["loss"] for epoch in session.history]
+            [1.0, 0.25]
+        """
+        position = self.resume_state.position
+        return History() if position is None else position.epoch_state.history
+
+    @property
+    @_documented_by(ModelFile.saved_in)
+    def saved_in(self) -> str:
+        """The file that the present state was last saved in; "" if it was not saved."""
+        return self._file.saved_in
+
+    @explains_arguments(**ARGUMENTS_OF_DATA)
+    @_documented_by(Evaluator.evaluate)
+    def evaluate(
+        self,
+        data: Data,
+        *,
+        batch_size: int = 256,
+        metrics: str | Metric | Sequence[str | Metric] = (),
+        ema: bool = False,
+        entry: int | str | None = None,
+        sample_weight: SampleWeight = None,
+        class_weight: ClassWeight | None = None,
+        collate: Collate | None = None,
+    ) -> dict[str, float]:
+        """Computes the loss and metrics in inference mode, and changes nothing."""
+        return self._only(entry)._evaluator.evaluate(
+            data,
+            batch_size=batch_size,
+            metrics=metrics,
+            ema=ema,
+            sample_weight=sample_weight,
+            class_weight=class_weight,
+            collate=collate,
+        )
+
+    @overload
+    def predict(
+        self,
+        data: Data,
+        *,
+        batch_size: int = ...,
+        outputs: str,
+        ema: bool = ...,
+        collate: Collate | None = ...,
+    ) -> Array: ...
+
+    @overload
+    def predict(
+        self,
+        data: Data,
+        *,
+        batch_size: int = ...,
+        outputs: Sequence[str] | None = ...,
+        ema: bool = ...,
+        collate: Collate | None = ...,
+    ) -> dict[str, Array]: ...
+
+    @explains_arguments(**ARGUMENTS_OF_DATA)
+    @_documented_by(Evaluator.predict)
+    def predict(
+        self,
+        data: Data,
+        *,
+        batch_size: int = 256,
+        outputs: str | Sequence[str] | None = None,
+        ema: bool = False,
+        collate: Collate | None = None,
+    ) -> Array | dict[str, Array]:
+        """Computes tensors of the model for all rows in inference mode, and changes nothing."""
+        return self._evaluator.predict(
+            data, batch_size=batch_size, outputs=outputs, ema=ema, collate=collate
+        )
+
+    @_documented_by(Evaluator.row_axis)
+    def row_axis(self, name: str) -> int:
+        """Returns the axis of a tensor of the model along which `predict` joins batches."""
+        return self._evaluator.row_axis(name)
+
+    @_documented_by(LoadedModel.loss_names)
+    def loss_names(self) -> list[str]:
+        """Returns the names of the loss and, if there are several, of its summands."""
+        return self._loaded.loss_names()
+
+    def directions(self, metrics: Mapping[str, StreamingMetric]) -> dict[str, bool | None]:
+        """Returns the results of metrics by name, each with whether higher is better.
+
+        Args:
+            metrics: Metrics by name.
+
+        Returns:
+            True or False; None if it is not known.
+
+        Raises:
+            OrtopsError: If it is not known what a metric compares.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> from ortops.metrics import resolve
+            >>> examples.session().directions(resolve(["mean_absolute_error", "r2"]))
+            {'mean_absolute_error': False, 'r2': True}
+        """
+        bound = self._evaluator.bind(metrics)
+        return {name: direction(each.metric) for name, each in bound.items()}
+
+    def training_metrics(self, metrics: Mapping[str, StreamingMetric]) -> TrainingMetrics:
+        """Returns metrics that read the outputs of training steps; `fit` uses them.
+
+        Raises:
+            OrtopsError: If it is not known what a metric compares, or a step does not compute it.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> from ortops.metrics import resolve
+            >>> examples.session().training_metrics(resolve(["mean_absolute_error"])).outputs
+            ['y']
+        """
+        return self._evaluator.of_steps(metrics)
+
+    # ---------------------------------------------------------------------------------- state
+
+    @property
+    def state(self) -> State:
+        """The variables (parameters, optimizer state, ``step``, ``learning_rate``) by name.
+
+        Reading returns a copy; ``session.state[name] = array`` sets one variable, and
+        ``session.state = {…}`` several. Setting a float16 or bfloat16 parameter also sets its
+        float32 value, ``<parameter>.master``, and vice versa.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> session = examples.session()
+            >>> sorted(session.state)
+            ['learning_rate', 'step', 'w']
+            >>> session.state["w"] = [[0.75]]
+            >>> session.step(examples.BATCH)["loss"]
+            array(0.0625, dtype=float32)
+        """
+        return self._loaded.state
+
+    @state.setter
+    def state(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
+        self._loaded.state.assign(arrays)
+
+    @property
+    def parameters(self) -> Mapping[str, Array]:
+        """Copies of the trained parameters by name, without optimizer state.
+
+        A 16-bit parameter is given by its float32 value, from which training continues. Running
+        statistics are not included, as they have no gradients. ``session.parameters = {…}`` sets
+        some or all parameters and leaves optimizer state unchanged.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> session = examples.session()
+            >>> _ = session.step(examples.BATCH)
+            >>> dict(session.parameters)
+            {'w': array([[0.5]], dtype=float32)}
+        """
+        return self._loaded.parameters()
+
+    @parameters.setter
+    def parameters(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
+        self._loaded.set_parameters(arrays)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step.
+
+        With a schedule it is `peak_learning_rate` times the schedule's factor. Setting it scales
+        the rest of the schedule, so that the next step has this rate.
+
+        Raises:
+            ArgumentError: If it is set where the schedule's factor is 0.
+            OrtopsError: If the schedule has no number of steps yet.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> session = examples.session()
+            >>> session.learning_rate = session.learning_rate * 2
+            >>> session.run_steps([examples.BATCH] * 2).tolist()  # one step reaches the minimum
+            [1.0, 0.0]
+        """
+        return self._evaluator.scheduled(self.peak_learning_rate)
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        factor = self._evaluator.scheduled(1.0)
+        if not factor:
+            raise ArgumentError(
+                f"learning_rate cannot be {value!r:.80} now, because the schedule "
+                f"{self.metadata.schedule} multiplies it by 0 in the next step; set "
+                "peak_learning_rate, the schedule's peak"
+            )
+        self._loaded.set_learning_rate(value, factor)
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate that the schedule multiplies; without a schedule, that of each step.
+
+        It is ``learning_rate`` in `state`, and saved. Setting it scales the rest of the schedule.
+
+        Example:
+            >>> import ortops
+            >>> from ortops.docs import examples
+            >>> rate = ortops.schedules.polynomial(0.2, steps=4, warmup=2)
+            >>> session = examples.session(optimizer=ortops.optimizers.SGD(rate))
+            >>> _ = session.step(examples.BATCH)
+            >>> round(session.peak_learning_rate, 6), round(session.learning_rate, 6)
+            (0.2, 0.1)
+        """
+        return float(self.state[self._loaded.learning_rates()[0]])
+
+    @peak_learning_rate.setter
+    def peak_learning_rate(self, value: float) -> None:
+        self._loaded.set_learning_rate(value)
+
+    def with_trainable(
+        self,
+        trainable: Sequence[str] | None,
+        *,
+        loss: LossLike | None = None,
+        optimizer: str | Optimizer | type[Optimizer] | UpdateRule | None = None,
+    ) -> TrainingSession:
+        """Returns a session that trains other weights and goes on from the present state.
+
+        Weights can so be unfrozen or frozen in the middle of a training. Weights that were trained
+        before keep the state of the optimizer, new ones get that of a first step, and ``step``, the
+        learning rate, ``loss_scale`` and ``seed`` go on. So does a schedule. Adam's correction of
+        the first steps follows ``step``, which is no longer small, so that its first updates of new
+        weights are about three times as large as usual.
+
+        The algorithm is built again as `ortops.build_training_model` built it. The file says how,
+        if loss and optimizer are those of ortops with numbers and names as arguments. Others, such
+        as functions, sums of losses and learning rates with a schedule, have to be given again.
+
+        Args:
+            trainable: The parameters to train from now on (see `ortops.build_training_model`); None
+                for all that the loss depends on.
+            loss: The loss, if the file does not describe it.
+            optimizer: The optimizer, if the file does not describe it. Its state has to be that of
+                the one before; the learning rate remains the present one.
+
+        Returns:
+            A new session. This one is not changed, and shares no memory with it. The position of
+            `fit` is not taken over, so that ``resume=True`` begins a new training.
+
+        Raises:
+            ModelError: If ``trainable`` does not fit the model.
+            OrtopsError: If the file does not describe loss or optimizer.
+            UnsupportedError: If the model has several training_info entries.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> session = examples.session()
+            >>> _ = session.step(examples.BATCH)
+            >>> other = session.with_trainable(["w"])
+            >>> other.steps_done, other.step(examples.BATCH)["loss"]
+            (1, array(0.25, dtype=float32))
+        """
+        model = rebuilt(self._file.model(), trainable, loss, optimizer)
+        result = TrainingSession(model, **self._arguments)
+        before, after = self.state, result.state
+        kept = {name: before[name] for name in after if name in before}
+        shapes = ((array.shape, after[name].shape) for name, array in kept.items())
+        if any(own != other for own, other in shapes):
+            raise OrtopsError("with_trainable: optimizer must have the state of the one before")
+        result.state.assign(kept)
+        return result
+
+    @property
+    def constants(self) -> Constants:
+        """The floating-point weights that no step changes, by name: readable and settable.
+
+        Such weights are those that ``trainable=`` left out, a target network, or the teacher of
+        `ortops.losses.Distillation`. A value that is set takes effect in the next step, `evaluate`
+        and `predict`, is saved, and is part of `inference_model`; `reset` restores the first one.
+        Reading returns a copy. `constants.update({…})` sets several. They are not part of `state`.
+
+        The first assignment of a weight builds the graph of a step again, as the weight becomes an
+        input of it; later ones only copy the values.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> examples.session().constants
+            Constants()
+        """
+        return Constants(self._loaded)
+
+    @property
+    def learning_rates(self) -> LearningRates:
+        """The learning rate of the next step of each training_info entry, by its name.
+
+        ``session.learning_rates["main"]`` is `learning_rate`. The peaks are part of `state`, for
+        other entries as ``<name>.learning_rate``, and are saved. Setting one changes it.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> session = examples.session()
+            >>> session.learning_rates["main"] = 0.5
+            >>> session.learning_rates, session.learning_rate
+            (LearningRates({'main': 0.5}), 0.5)
+        """
+        return LearningRates(self._by_entry())
+
+    @property
+    def steps_done(self) -> int:
+        """The number of finished steps; those of this session if the algorithm does not count them.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> session = examples.session()
+            >>> losses = session.run_steps([examples.BATCH] * 5)
+            >>> session.steps_done
+            5
+        """
+        return self._loaded.steps_done
+
+    @_documented_by(LoadedModel.free_memory)
+    def free_memory(self) -> None:
+        """Frees the memory that steps have taken; the variables stay."""
+        self._loaded.free_memory()
+
+    @_documented_by(LoadedModel.unchanged)
+    def unchanged(self) -> contextlib.AbstractContextManager[None]:
+        """A context at whose end the variables, the steps and the history are as before."""
+        return self._loaded.unchanged()
+
+    @_documented_by(LoadedModel.reset)
+    def reset(self) -> None:
+        """Returns to the start of training."""
+        self._loaded.reset()
+
+    def __reduce__(self) -> Any:
+        raise OrtopsError(
+            "session: it shares memory with onnxruntime and cannot be copied or pickled; save it "
+            "and open the file, or pass session.model() to another TrainingSession"
+        )
+
+    # ---------------------------------------------------------------------------------- files
+
+    @_documented_by(ModelFile.model)
+    def model(self) -> onnx.ModelProto:
+        """Returns the trainable model with the present state."""
+        return self._file.model()
+
+    @contextlib.contextmanager
+    def _locked_file(self) -> Iterator[ModelFile]:
+        """Holds the lock of the session, so that light models can be read from what it yields."""
+        with finished_at_exit, self._loaded.lock:
+            yield self._file
+
+    @_documented_by(ModelFile.save)
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the trainable model with the present state; a session on it resumes exactly."""
+        self._file.save(path)
+
+    @_documented_by(ModelFile.inference_model)
+    def inference_model(
+        self, original: ModelLike | None = None, *, ema: bool = False
+    ) -> onnx.ModelProto:
+        """Returns the trained model, without anything that belongs to training."""
+        return self._file.inference_model(original, ema=ema)

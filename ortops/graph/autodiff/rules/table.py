@@ -1,0 +1,24 @@
+"""The table that the rules in this folder are registered in."""
+
+from ortops.graph.autodiff.registry import Table
+
+__all__ = [
+    "BUILT_IN",
+    "definition",
+    "nested_vjp",
+    "rearranges",
+    "refuses",
+    "structural",
+    "vjp",
+    "zero",
+]
+
+BUILT_IN = Table()
+
+definition = BUILT_IN.definition
+nested_vjp = BUILT_IN.nested_vjp
+rearranges = BUILT_IN.rearranges
+refuses = BUILT_IN.refuses
+structural = BUILT_IN.structural
+vjp = BUILT_IN.vjp
+zero = BUILT_IN.zero
