@@ -33,7 +33,6 @@ from ortops.engine.lowering import infer_computed_types, lower_ir, normalize
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.autodiff.grad import grad
-from ortops.graph.convert import ModelLike, blame_model
 from ortops.graph.edit import (
     ELEMENTWISE,
     ancestor_nodes,
@@ -42,6 +41,7 @@ from ortops.graph.edit import (
     is_float,
     nodes_between,
 )
+from ortops.graph.files.loading import ModelLike, blame_model
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, to_proto
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, op, shape_of, zeros_like

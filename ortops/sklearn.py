@@ -19,8 +19,8 @@ from ortops._common.numbers import cast_numbers, is_numeric
 from ortops.engine.building.builder import build_training_model
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError
-from ortops.graph.convert import ModelLike
 from ortops.graph.files.external import serialize
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.row_axes import rows_first, rows_to
 from ortops.losses import Combined, LossLike
 from ortops.optimizers import Optimizer, UpdateRule

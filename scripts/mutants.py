@@ -3,8 +3,8 @@
 Draws mutants of the modules of `ortops/`: a changed operator, comparison, sign, condition or
 number, or a dropped term, as many of each package in `PACKAGES`. Each is written into a copy of the
 checkout, and the tests of its package run until one fails, the nearest first: the module's
-doctests, files of tests with its name, files that import it. A mutant that survives is equivalent, or a test
-is missing.
+doctests, files of tests with its name, files that import it. A mutant that survives is
+equivalent, or a test is missing.
 
 Usage: python scripts/mutants.py [--seed 1] [--count 40] [--package NAME] [--suite] [--jobs 2]
 """

@@ -10,11 +10,12 @@ import onnx
 import onnx_ir as ir
 
 from ortops.engine.execution.settings import Settings
-from ortops.engine.lowering import lower_prepared, prepare, to_proto
+from ortops.engine.lowering import lower_prepared, prepare
 from ortops.graph import convert
 from ortops.graph.autodiff.registry import Rules
 from ortops.graph.autodiff.rules import RULES
-from ortops.graph.passes import Draft, Pass
+from ortops.graph.files.serialization import to_proto
+from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.tensor import Names
 
 

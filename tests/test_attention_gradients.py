@@ -12,7 +12,7 @@ import pytest
 from models.transformer import transformer
 from ortops import Tape, Tensor, TrainingSession, build_training_model, lora, op
 from ortops.engine.execution.settings import Settings
-from ortops.graph.passes import Draft
+from ortops.graph.passes.draft import Draft
 from ortops.optimizers import SGD
 from tests.spies import Spy
 

@@ -19,11 +19,12 @@ from models.lenet import lenet
 from models.resnet import resnet
 from ortops import Tape, Tensor, build_training_model, op
 from ortops.engine.execution.sizes import bind_sizes
-from ortops.engine.lowering import prepare, to_proto
+from ortops.engine.lowering import prepare
 from ortops.engine.trainable.step_graph import flatten
 from ortops.graph import convert
 from ortops.graph.edit import remove_defaults
 from ortops.graph.files.external import detach
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.passes.blocked import BLOCKED, is_mostly_blocked
 from ortops.graph.passes.blocked.kernels import KERNEL_DOMAIN, block_size
 from ortops.optimizers import SGD

@@ -22,6 +22,7 @@ from ortops.cli import main
 from ortops.cli.data import Wanted, read_data, select
 from ortops.data import images as images_module
 from ortops.data.images import Images
+from ortops.graph.files import opening
 from ortops.graph.files.archive import read_arrays
 from ortops.graph.files.opening import open_regular
 from ortops.graph.limits import LIMITS
@@ -698,7 +699,7 @@ def test_many_images_are_read_batch_by_batch(monkeypatch: pytest.MonkeyPatch) ->
     (sentence,) = found.said
     assert "would take 1.92e-06 GB of memory; they are checked now and then read batch" in sentence
     opened = []
-    plain = images_module.open_regular
+    plain = opening.open_regular
     monkeypatch.setattr(
         images_module,
         "open_regular",

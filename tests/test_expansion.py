@@ -13,12 +13,13 @@ from running import run
 
 import ortops
 from ortops.engine.check import check as check_model
-from ortops.engine.lowering import lower_prepared, prepare, to_proto
+from ortops.engine.lowering import lower_prepared, prepare
 from ortops.graph.autodiff import expansion
 from ortops.graph.autodiff.registry import Definition, Table
 from ortops.graph.autodiff.rules import RULES
 from ortops.graph.autodiff.rules.table import BUILT_IN
 from ortops.graph.convert import to_ir
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.tensor import op
 
 SIZE4, SIZE5 = np.array([2, 3, 4, 5]), np.array([2, 3, 2, 3, 4])

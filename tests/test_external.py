@@ -18,8 +18,8 @@ from running import plain_session, run
 
 import ortops
 from ortops import Tape, cli, op
-from ortops.engine.training.data import Feeds
-from ortops.graph.files import external, saving
+from ortops.engine.training.feeds import Feeds
+from ortops.graph.files import external, messages, saving
 from ortops.optimizers import SGD, Adam
 
 SIZE = 64  # a matrix of 16 KB
@@ -464,4 +464,4 @@ def test_more_than_2_gb_in_fact(tmp_path: Path) -> None:
 def test_elements_are_as_big_as_onnx_ir_says() -> None:
     unsized = {ir.DataType.UNDEFINED, ir.DataType.STRING}
     known = {kind.value: kind.itemsize for kind in ir.DataType if kind not in unsized}
-    assert known.items() <= external.ITEM_SIZES.items()  # an older onnx-ir knows fewer
+    assert known.items() <= messages.ITEM_SIZES.items()  # an older onnx-ir knows fewer

@@ -12,8 +12,8 @@ import pytest
 from running import run
 
 from ortops import Tape, Tensor, op
-from ortops.engine.lowering import to_proto
 from ortops.graph import convert
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.folding import fold
 from ortops.graph.shapes import infer_shapes
 

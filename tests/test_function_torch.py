@@ -28,6 +28,7 @@ from models.torch_twins import twin
 from ortops import Function, Tape, op
 from ortops.derivatives import programs
 from ortops.derivatives.bridges import torch as torch_module
+from ortops.engine.execution import memory
 
 pytestmark = [
     pytest.mark.torch,
@@ -286,7 +287,7 @@ def test_replaced_weights_are_initial_values(x: Tensor) -> None:
 def test_tensors_are_not_copied(module: nn.Module, x: Tensor, monkeypatch: Any) -> None:
     read: list[int] = []
     written: list[int] = []
-    convert, compute = programs.ort_value, programs._Part.compute
+    convert, compute = memory.ort_value, programs._Part.compute
 
     def spied_convert(array: Any) -> Any:
         read.append(array.ctypes.data)

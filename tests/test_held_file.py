@@ -24,7 +24,7 @@ import ortops
 from models.mlp import mlp
 from ortops.engine.check import check
 from ortops.graph import convert
-from ortops.graph.files import external, held_file, wire_format
+from ortops.graph.files import external, held_file, loading, wire_format
 
 needs_held_files = pytest.mark.skipif(
     sys.platform == "win32", reason="on Windows files are read as a whole, not held"
@@ -200,7 +200,7 @@ def outcome(read: Callable[[], onnx.ModelProto]) -> bytes | str:
 def compare(content: bytes, path: Path) -> bytes | str:
     """Compares how a file is read with how protobuf reads it."""
     path.write_bytes(content)
-    expected = outcome(lambda: convert.load(path)[0])
+    expected = outcome(lambda: loading.load(path)[0])
     assert outcome(lambda: whole(path)) == expected
     return expected
 

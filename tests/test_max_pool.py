@@ -10,8 +10,8 @@ import pytest
 from running import run
 
 from ortops import Tape, op
-from ortops.engine.lowering import to_proto
 from ortops.graph import convert
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.passes.max_pool import MAX_POOL
 from tests.spies import finish
 

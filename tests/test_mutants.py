@@ -106,7 +106,9 @@ def test_every_module_belongs_to_a_package_and_every_name_in_it_is_there() -> No
     assert inhabited == set(mutants.PACKAGES)
     root, missing = mutants.ROOT, []
     for name, package in mutants.PACKAGES.items():
-        missing += [(name, part) for part in package.modules if not (root / "ortops" / part).exists()]
+        missing += [
+            (name, part) for part in package.modules if not (root / "ortops" / part).exists()
+        ]
         for each in package.tests:
             missing += [] if list((root / "tests").glob(f"{each}.py")) else [(name, each)]
     assert missing == []

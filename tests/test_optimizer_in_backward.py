@@ -20,7 +20,7 @@ import ortops
 from ortops import ArgumentError, Tape, TrainingSession, UnsupportedError, build_training_model, op
 from ortops.engine.execution.binding import Binding
 from ortops.engine.execution.settings import Settings
-from ortops.engine.lowering import to_proto
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.tensor import IR_VERSION
 from ortops.optimizers import Adam, Adam8bit, Momentum
 

@@ -12,7 +12,7 @@ import pytest
 from running import run
 
 from ortops import Tape, Tensor, op
-from ortops.engine.lowering import to_proto
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.passes.order import put_last_results_first
 from ortops.graph.passes.products import ROW_SUMS, SCALES, TRANSPOSES
 from tests.spies import finish

@@ -11,7 +11,7 @@ import pytest
 from running import run_by_name
 
 from ortops import Tape, Tensor, op
-from ortops.engine.lowering import to_proto
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.passes.rewrite import Pattern, PatternPass, Result, pattern, rewrite
 from ortops.graph.tensor import Names
 from tests.spies import finish

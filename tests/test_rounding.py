@@ -12,7 +12,7 @@ import pytest
 from running import run
 
 from ortops import Tape, op
-from ortops.engine.lowering import to_proto
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.passes.rounding import ROUNDING
 from ortops.graph.shapes import sum_along
 from tests.gradient_models import with_gradients

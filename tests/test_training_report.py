@@ -22,7 +22,7 @@ from ortops import OrtopsError, TrainingSession
 from ortops.engine.execution.memory import Device
 from ortops.engine.execution.settings import Settings
 from ortops.engine.execution.template import Template
-from ortops.graph.passes import Pass
+from ortops.graph.passes.draft import Pass
 
 CPU = "CPUExecutionProvider"
 GENERAL = Settings(shapes=0)

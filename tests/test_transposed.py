@@ -15,8 +15,9 @@ from models.mlp import mlp
 from ortops import Tensor, TrainingSession, build_training_model, op
 from ortops.engine.execution.settings import Settings
 from ortops.engine.execution.sizes import bind_sizes
-from ortops.engine.lowering import prepare, to_proto
+from ortops.engine.lowering import prepare
 from ortops.graph import convert
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.passes.products import ROW_SUMS, SCALES, TRANSPOSES
 from ortops.graph.passes.transposed import TRANSPOSED
 from ortops.optimizers import SGD

@@ -18,7 +18,7 @@ from running import run
 
 import ortops
 from ortops.errors import ModelError, UnsupportedError
-from ortops.graph.files import external
+from ortops.graph.files import external, messages
 from ortops.graph.files.external import LightModel
 from ortops.graph.weights import Weight, lift, weights
 
@@ -499,10 +499,10 @@ def test_big_data_are_beside() -> None:
     model = big_model(array)
     light = external.detach(model)
     once, _ = lift(light)
-    assert external.is_light(once.proto.graph.initializer[0])
+    assert messages.is_light(once.proto.graph.initializer[0])
     assert len(light.data) == 1
     again = once.copy()
-    assert external.is_light(again.proto.graph.initializer[0])
+    assert messages.is_light(again.proto.graph.initializer[0])
     weight = weights(again)["layer.w"]
     np.testing.assert_array_equal(weight.array(), array)
     changed = array + 1

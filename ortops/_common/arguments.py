@@ -12,16 +12,6 @@ import numpy as np
 from ortops._common.numbers import integer, real
 from ortops.errors import ArgumentError
 
-__all__ = [
-    "boolean",
-    "choice",
-    "function",
-    "number",
-    "parameters_of",
-    "text",
-    "whole_number",
-]
-
 _T = TypeVar("_T")
 
 

@@ -25,8 +25,6 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["delay_signals", "delay_sympy"]
-
 _PACKAGE = "onnx_ir"
 _RUNTIME = "onnxruntime"
 _USER = "onnx_ir._core"

@@ -10,8 +10,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-__all__ = ["pause_collection"]
-
 
 @contextlib.contextmanager
 def pause_collection() -> Iterator[None]:

@@ -7,8 +7,6 @@ import contextvars
 import logging
 from collections.abc import Iterator
 
-__all__ = ["notes_as_details", "say_note"]
-
 _LEVEL = contextvars.ContextVar("level of notes", default=logging.WARNING)
 
 

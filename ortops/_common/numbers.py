@@ -10,8 +10,6 @@ from typing import Any, SupportsFloat, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "cast_numbers", "integer", "is_numeric", "plain", "real"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 

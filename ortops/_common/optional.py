@@ -7,8 +7,6 @@ from typing import Any
 
 from ortops.errors import OrtopsError
 
-__all__ = ["optional_module"]
-
 
 def optional_module(who: str, module: str, group: str, package: str = "") -> Any:
     """Imports a module of an optional package.

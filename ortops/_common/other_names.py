@@ -11,15 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from ortops.errors import UnexpectedArgumentError, did_you_mean
 
-__all__ = [
-    "ARGUMENTS_OF_BUILD",
-    "ARGUMENTS_OF_DATA",
-    "ARGUMENTS_OF_FIT",
-    "explains_arguments",
-    "find_name",
-    "foreign",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -27,8 +27,6 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["AtomicChanges", "finished_at_exit", "run_uninterrupted", "wait_for_threads"]
-
 _T = TypeVar("_T")
 
 EXIT_SECONDS = 60.0

@@ -28,8 +28,6 @@ from ortops.graph import convert
 from ortops.graph.files import saving
 from ortops.graph.files.messages import initializers
 
-__all__ = ["BestModel", "EarlyStopping"]
-
 logger = logging.getLogger("ortops")
 
 

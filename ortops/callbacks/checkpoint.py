@@ -21,8 +21,6 @@ from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph import convert
 from ortops.graph.files import saving
 
-__all__ = ["Checkpoint"]
-
 logger = logging.getLogger("ortops")
 
 

@@ -12,8 +12,6 @@ from ortops.callbacks.monitor import check_path
 from ortops.errors import ArgumentError
 from ortops.graph.files.atomic import write_atomically
 
-__all__ = ["check_picture", "new_panels", "write_picture"]
-
 _FORMATS = (".pdf", ".png", ".svg")
 _WIDTH, _HEIGHT = 7.0, 2.6  # inches of a panel
 

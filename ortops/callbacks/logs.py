@@ -29,8 +29,6 @@ from ortops.errors import OrtopsError
 from ortops.graph.files.atomic import naming, write_atomically
 from ortops.graph.files.opening import open_regular
 
-__all__ = ["CSVLog", "JSONLines", "TensorBoard"]
-
 logger = logging.getLogger("ortops")
 
 

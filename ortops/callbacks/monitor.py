@@ -14,16 +14,6 @@ from ortops.engine.training.callback import Record
 from ortops.engine.training.history import History
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 
-__all__ = [
-    "Mode",
-    "Monitor",
-    "begins_anew",
-    "check_path",
-    "is_line_due",
-    "path_of",
-    "remembered",
-]
-
 Mode: TypeAlias = Literal["auto", "max", "min"]
 
 

@@ -13,8 +13,6 @@ from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ModelError
 
-__all__ = ["ReduceLROnPlateau"]
-
 logger = logging.getLogger("ortops")
 
 _SMALLEST_CHANGE = 1e-8

@@ -15,8 +15,6 @@ from ortops.callbacks.monitor import path_of
 from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.session import TrainingSession
 
-__all__ = ["LossPlot"]
-
 _UNDRAWN = ("seconds", "steps")
 _PAUSE = 4.0  # times the duration of drawing
 _LOGARITHMIC = 20  # ratio of largest to smallest loss above which the axis is logarithmic

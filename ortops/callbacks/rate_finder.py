@@ -18,8 +18,6 @@ from ortops.engine.training.data import Data
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, OrtopsError
 
-__all__ = ["LearningRateCurve", "find_learning_rate"]
-
 _DIVERGED = 3.0  # times the lowest loss, or its decrease so far, above the lowest loss
 _FORGETTING = 0.8  # decay of the moving average that detects divergence
 _CLEARLY = 3.0  # standard errors of a slope

@@ -18,8 +18,6 @@ from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 
-__all__ = ["OptunaPruning", "Tracker"]
-
 Backend: TypeAlias = Literal["wandb", "mlflow"]
 
 _PLAIN = str | bool | numbers.Real | None

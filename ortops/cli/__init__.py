@@ -20,8 +20,6 @@ from ortops.cli.standard_streams import (
     shown_log,
 )
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.

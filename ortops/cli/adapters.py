@@ -15,8 +15,6 @@ from ortops.engine.training.session import TrainingSession
 from ortops.llm.merging import merged_model
 from ortops.lora.peft import refuse_others
 
-__all__ = ["lora"]
-
 
 def lora(options: argparse.Namespace) -> int:
     """Adds, merges or exports an adapter."""

@@ -10,8 +10,6 @@ from typing import Any
 from ortops._common.other_names import find_name
 from ortops.errors import OrtopsError
 
-__all__ = ["Call", "make", "read_call"]
-
 
 @dataclass(frozen=True)
 class Call:

@@ -15,8 +15,6 @@ from ortops.engine.check import quiet
 from ortops.errors import OrtopsError
 from ortops.llm.checking import check_folder, is_language_model
 
-__all__ = ["check"]
-
 
 def check(options: argparse.Namespace) -> int:
     """Reports what training would do with each model, and what prevents it."""

@@ -9,8 +9,6 @@ from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import print_text, say
 from ortops.cli.streams import describe_stream, print_json, source, write_model
 
-__all__ = ["weights"]
-
 
 def weights(options: argparse.Namespace) -> int:
     """Matches a checkpoint with a model, loads it, or saves the weights of a model as one."""

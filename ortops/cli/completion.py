@@ -9,8 +9,6 @@ from ortops._common.optional import optional_module
 from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import print_text
 
-__all__ = ["print_completion"]
-
 
 def print_completion(options: argparse.Namespace) -> int:
     """Prints a shell completion script."""

@@ -14,8 +14,6 @@ from ortops.errors import OrtopsError, did_you_mean
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.opening import read_regular
 
-__all__ = ["dumps", "read_options", "write_options"]
-
 _NOT_KEPT = ("command", "run", "given", "config", "write_config", "debug", "resume", "force")
 
 

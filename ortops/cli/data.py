@@ -31,21 +31,6 @@ from ortops.graph.files.json_text import read_json
 from ortops.graph.files.opening import open_regular
 from ortops.graph.row_axes import along, row_axes_of_model, rows_to
 
-__all__ = [
-    "CLASSES_KEY",
-    "Classes",
-    "Column",
-    "DataFile",
-    "Wanted",
-    "read_classes",
-    "read_data",
-    "read_given",
-    "row_axes_of",
-    "rows_of",
-    "select",
-    "wanted_inputs",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 Classes: TypeAlias = dict[str, list[str]]

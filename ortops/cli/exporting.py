@@ -23,8 +23,6 @@ from ortops.graph.files.external import detach, serialize
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.saving import write_model as write_in_place
 
-__all__ = ["export", "export_step", "lower"]
-
 
 def export(options: argparse.Namespace) -> int:
     """Writes the trained model for inference."""

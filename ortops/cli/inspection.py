@@ -19,8 +19,6 @@ from ortops.engine.trainable.metadata import entry_names, training_metadata
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import OrtopsError
 
-__all__ = ["inspect"]
-
 
 def inspect(options: argparse.Namespace) -> int:
     """Prints a description of a model or trainable file."""

@@ -12,8 +12,6 @@ from ortops.data.images import EXTENSIONS
 from ortops.errors import OrtopsError
 from ortops.graph.files.external import read_light
 
-__all__ = ["check_outputs", "check_writable"]
-
 
 def check_outputs(
     inputs: Mapping[str, str | None], outputs: Mapping[str, str | None], *, force: bool = False

@@ -8,8 +8,6 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["make_parser"]
-
 _LOSS = (
     "a loss, optionally with arguments: SoftmaxCrossEntropy, MeanSquaredError, "
     "'Huber(delta=0.5)', … (`ortops check` lists the losses that fit a model)"

@@ -32,8 +32,6 @@ from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.row_axes import Pieces, RowAxes, along, row_axes_of_model, rows_first
 
-__all__ = ["predict"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 

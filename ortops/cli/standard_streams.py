@@ -15,18 +15,6 @@ from typing import BinaryIO, TextIO
 from ortops.engine.summary import visible
 from ortops.errors import OrtopsError
 
-__all__ = [
-    "ReaderGoneError",
-    "describe_error",
-    "flush_streams",
-    "open_closed_descriptors",
-    "print_bytes",
-    "print_text",
-    "say",
-    "shown_log",
-    "standard_input",
-]
-
 
 class ReaderGoneError(Exception):
     """The reader of standard output, such as `head`, has closed it."""

@@ -13,10 +13,6 @@ from ortops.graph import convert
 from ortops.graph.files import saving
 from ortops.graph.files.external import LightModel, serialize
 
-__all__ = [
-    *("describe_stream", "print_json", "read_light_model", "read_model", "source", "write_model"),
-]
-
 
 def source(path: str) -> str | bytes:
     """Returns a path as it is, or for ``-`` the bytes of standard input."""

@@ -39,8 +39,6 @@ from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.json_text import read_json
 
-__all__ = ["build", "evaluate", "rate_of", "train"]
-
 Columns: TypeAlias = dict[str, Column]
 
 OPTIONS_KEY = "ortops.train"

@@ -13,8 +13,6 @@ from ortops.graph.files.atomic import TEMPORARY, siblings
 from ortops.llm import FineTuning
 from ortops.llm.saving import ADAPTER, TRAINING, UNFINISHED, is_unfinished
 
-__all__ = ["tune"]
-
 
 def tune(options: argparse.Namespace) -> int:
     """Fine-tunes the language model of a folder."""

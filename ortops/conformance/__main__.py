@@ -15,8 +15,6 @@ from ortops.conformance.report import junit, table
 from ortops.conformance.running import Result, run
 from ortops.conformance.suite import cases
 
-__all__ = ["main"]
-
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(

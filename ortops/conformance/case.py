@@ -10,8 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-__all__ = ["DOMAIN", "Array", "Call", "Case", "Citation", "Run", "float32", "parse"]
-
 Array: TypeAlias = npt.NDArray[Any]
 Method: TypeAlias = Literal["initialize", "step", "infer"]
 

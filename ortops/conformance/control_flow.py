@@ -9,8 +9,6 @@ import numpy as np
 from ortops.conformance.case import Case, Run
 from ortops.conformance.gradients import NO_PATH, SUM, gradient_case, said
 
-__all__ = ["cases"]
-
 _SUBGRAPH = said(
     'By definition, the tensor "y" is a function of independent variables in "xs" and "zs".'
 )

@@ -8,8 +8,6 @@ import numpy as np
 
 from ortops.conformance.case import Array
 
-__all__ = ["FORMULAS", "adagrad", "adam", "momentum"]
-
 
 def adagrad(
     r: float,

@@ -9,8 +9,6 @@ import numpy as np
 
 from ortops.conformance.case import Array, Case, Citation, Run, parse
 
-__all__ = ["CUT", "DEFINITION", "NO_PATH", "SUM", "cases", "gradient_case", "said"]
-
 
 def said(text: str) -> Citation:
     """Cites the description of Gradient."""

@@ -10,8 +10,6 @@ import numpy as np
 from ortops.conformance.case import Array, Case
 from ortops.conformance.gradients import gradient_case
 
-__all__ = ["cases"]
-
 _Formula = Callable[[Any], Any]
 
 

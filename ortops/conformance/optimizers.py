@@ -14,8 +14,6 @@ from onnx import helper
 from ortops.conformance.case import DOMAIN, Array, Case, Citation, Run, float32, parse
 from ortops.conformance.formulas import FORMULAS
 
-__all__ = ["cases"]
-
 _STATES = {"Adagrad": "H", "Adam": "VH", "Momentum": "V"}
 _REQUIRED: dict[str, dict[str, Any]] = {
     "Adagrad": {},

@@ -11,8 +11,6 @@ from ortops.conformance.case import Call, Case, Citation, Run, float32, parse
 from ortops.conformance.gradients import said
 from ortops.conformance.training import Entry, trainable
 
-__all__ = ["cases"]
-
 _VARIADIC = (
     "The specification describes the operands and does not say that other numbers of them are "
     "invalid. The case assumes it."

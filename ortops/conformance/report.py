@@ -9,8 +9,6 @@ from xml.etree import ElementTree
 
 from ortops.conformance.running import Result
 
-__all__ = ["junit", "table"]
-
 
 def _cell(results: Sequence[Result]) -> str:
     """Returns ``passed / all``, and how many are not supported."""

@@ -14,8 +14,6 @@ from ortops.conformance import (
 )
 from ortops.conformance.case import Case
 
-__all__ = ["cases"]
-
 _PARTS = (optimizers, gradients, operators, control_flow, training, refusals)
 
 

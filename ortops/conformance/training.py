@@ -13,8 +13,6 @@ from ortops.conformance.case import Array, Call, Case, Citation, Run, float32, p
 from ortops.conformance.formulas import adagrad, adam, momentum
 from ortops.conformance.optimizers import float32_attributes
 
-__all__ = ["Entry", "cases", "combined", "trainable"]
-
 _COMBINED = Citation(
     "onnx.proto",
     "An execution of the training algorithm step is performed by executing the graph obtained by "

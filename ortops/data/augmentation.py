@@ -18,20 +18,6 @@ import numpy.typing as npt
 from ortops._common.arguments import number
 from ortops.errors import ArgumentError, did_you_mean
 
-__all__ = [
-    "Augmentation",
-    "Change",
-    "Color",
-    "Crop",
-    "CutMix",
-    "Erase",
-    "Flip",
-    "MixUp",
-    "Mixing",
-    "Rotate",
-    "changes_of",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 Change: TypeAlias = Callable[[Array, np.random.Generator], Array]

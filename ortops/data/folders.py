@@ -17,12 +17,10 @@ from ortops._common.optional import optional_module
 from ortops.data.augmentation import Augmentation, changes_of
 from ortops.data.images import EXTENSIONS, Decoder, image_files, lazy_images, read_images
 from ortops.data.rows import ImageRows, balanced_weights
-from ortops.engine.training.data import RowData
 from ortops.engine.training.feeds import Feeds, Inputs
+from ortops.engine.training.row_data import RowData
 from ortops.engine.training.validation_split import hold_out
 from ortops.errors import ArgumentError, FeedError, did_you_mean
-
-__all__ = ["ImageFolder", "classes_of", "image_folder"]
 
 logger = logging.getLogger("ortops")
 

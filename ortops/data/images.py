@@ -22,16 +22,6 @@ from ortops.errors import FeedError
 from ortops.graph.files.opening import leads_out, open_regular
 from ortops.graph.limits import LIMITS
 
-__all__ = [
-    "EXTENSIONS",
-    "Decoder",
-    "Images",
-    "image_files",
-    "in_threads",
-    "lazy_images",
-    "read_images",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")

@@ -9,11 +9,9 @@ import numpy.typing as npt
 
 from ortops.data.augmentation import Augmentation
 from ortops.data.images import Images, in_threads
-from ortops.engine.training.data import RowData
 from ortops.engine.training.feeds import Feeds, Inputs
+from ortops.engine.training.row_data import RowData
 from ortops.errors import ArgumentError, FeedError
-
-__all__ = ["ImageRows", "balanced_weights", "select"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Column: TypeAlias = Any

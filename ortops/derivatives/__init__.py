@@ -36,15 +36,11 @@ from ortops.derivatives.casadi_files import casadi
 from ortops.derivatives.formulas import add_gradient, add_hvp, add_jacobian, add_jvp, add_vjp
 from ortops.derivatives.per_sample import per_sample_gradient
 from ortops.derivatives.vmap import Axes, add_axis
-from ortops.engine.lowering import (
-    has_domain,
-    infer_computed_types,
-    infer_types,
-    lower_ir,
-    normalize,
-)
+from ortops.engine.lowering import infer_computed_types, infer_types, lower_ir, normalize
 from ortops.graph import convert
-from ortops.graph.convert import ModelLike
+from ortops.graph.files import loading
+from ortops.graph.files.loading import ModelLike
+from ortops.graph.files.messages import has_domain
 from ortops.graph.files.serialization import (
     GRADIENT_DOMAIN,
     algorithm_names,
@@ -65,7 +61,7 @@ __all__ = [
 ]
 
 
-@convert.blame_model
+@loading.blame_model
 def gradient(
     model: ModelLike,
     *,
@@ -105,7 +101,7 @@ def gradient(
     return _with_outputs(model, add_gradient, lowered, xs, y)
 
 
-@convert.blame_model
+@loading.blame_model
 def vjp(
     model: ModelLike,
     *,
@@ -144,7 +140,7 @@ def vjp(
     return _with_outputs(model, add_vjp, lowered, xs, y, seeds)
 
 
-@convert.blame_model
+@loading.blame_model
 def jvp(
     model: ModelLike,
     *,
@@ -185,7 +181,7 @@ def jvp(
     return _with_outputs(model, add_jvp, lowered, xs, y, seeds)
 
 
-@convert.blame_model
+@loading.blame_model
 def hvp(
     model: ModelLike,
     *,
@@ -221,7 +217,7 @@ def hvp(
     return _with_outputs(model, add_hvp, lowered, xs, y, seeds)
 
 
-@convert.blame_model
+@loading.blame_model
 def jacobian(
     model: ModelLike,
     *,
@@ -257,7 +253,7 @@ def jacobian(
     return _with_outputs(model, add_jacobian, lowered, xs, y)
 
 
-@convert.blame_model
+@loading.blame_model
 def vmap(
     model: ModelLike, in_axes: Axes = 0, out_axes: Axes = 0, *, size: int | None = None
 ) -> onnx.ModelProto:
@@ -298,7 +294,7 @@ def vmap(
         >>> [onnx.helper.printable_value_info(value) for value in ends]
         ['%images[FLOAT, mappedxbatchx4]', '%logits[FLOAT, batchxmappedx2]']
     """
-    proto, folder = convert.load(model)
+    proto, folder = loading.load(model)
     refuse_training(proto, "use vmap before build_training_model")
     work = convert.to_ir(proto, folder)
     work = lower_ir(work) if has_domain(proto) else normalize(work)
@@ -317,7 +313,7 @@ def _with_outputs(
     seeds: int | bool | None = None,
 ) -> onnx.ModelProto:
     """Returns a model with the outputs that a formula adds."""
-    proto, folder = convert.load(model)
+    proto, folder = loading.load(model)
     work = normalize(convert.to_ir(proto, folder))
     infer_computed_types(work)
     add(Builder(work, xs, y, seeds, algorithm_names(proto)))

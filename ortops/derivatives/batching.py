@@ -19,8 +19,6 @@ import onnx_ir as ir
 from ortops.graph.edit import attribute_values
 from ortops.graph.tensor import Tape, Tensor, op
 
-__all__ = ["RULES", "Rule", "Same", "apply", "expand_axis", "rule", "rules_of"]
-
 Function: TypeAlias = Callable[..., Any]
 _F = TypeVar("_F", bound=Function)
 

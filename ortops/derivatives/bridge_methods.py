@@ -9,8 +9,6 @@ from typing import Any
 from ortops._common.arguments import boolean
 from ortops.errors import OrtopsError
 
-__all__ = ["Bridges"]
-
 
 class Bridges:
     """The methods of `ortops.Function` for other libraries."""

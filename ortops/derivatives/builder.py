@@ -13,8 +13,6 @@ from ortops.graph.edit import is_float
 from ortops.graph.tensor import Dim, Names, Tape, Tensor, op
 from ortops.losses.compute import default_output
 
-__all__ = ["Builder", "Formula", "for_each"]
-
 Formula: TypeAlias = Callable[..., Sequence[Tensor]]
 """Emits derivatives on a tape, given the seeds."""
 

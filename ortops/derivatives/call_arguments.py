@@ -14,8 +14,6 @@ from ortops.derivatives.programs import Source, input_of
 from ortops.engine.training.feeds import Input
 from ortops.errors import ArgumentError, did_you_mean
 
-__all__ = ["CallArguments", "Wrt", "as_tuple", "shown"]
-
 _CHECKED = 1024
 """The number of combinations of types and shapes that are remembered as checked."""
 

@@ -12,19 +12,6 @@ from ortops.derivatives.builder import Builder, Formula, for_each
 from ortops.graph.autodiff.grad import grad, of_shape
 from ortops.graph.tensor import Tape, Tensor, op, shape_of, zeros_like
 
-__all__ = [
-    "add_gradient",
-    "add_hessian",
-    "add_hvp",
-    "add_jacobian",
-    "add_jvp",
-    "add_vjp",
-    "dot",
-    "on",
-    "pulled_back",
-    "pushed_forward",
-]
-
 
 def pulled_back(builder: Builder) -> Formula:
     """Returns the formula of vector-Jacobian products: ∂ (Σ over y of sum(seed · y)) / ∂x."""

@@ -18,9 +18,7 @@ from ortops.derivatives.vmap import Axes
 from ortops.engine.execution.providers import choose_providers
 from ortops.errors import ArgumentError
 from ortops.graph import convert
-from ortops.graph.convert import ModelLike, blame_model
-
-__all__ = ["Function"]
+from ortops.graph.files.loading import ModelLike, blame_model
 
 
 class Function(Bridges):

@@ -36,7 +36,6 @@ from ortops.engine.execution.settings import Settings
 from ortops.engine.execution.sizes import bind_sizes, sizes_in
 from ortops.engine.inference import InferenceSession
 from ortops.engine.lowering import (
-    has_domain,
     infer_computed_types,
     infer_types,
     lower_ir,
@@ -50,14 +49,13 @@ from ortops.graph import convert
 from ortops.graph.edit import RANDOM, all_nodes, is_float, prune
 from ortops.graph.faults import is_affected
 from ortops.graph.files import external
+from ortops.graph.files.messages import has_domain
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, name_gradients
 from ortops.graph.folding import fold
 from ortops.graph.passes.blocked import is_mostly_blocked
 from ortops.graph.passes.order import put_last_results_first
 from ortops.graph.tensor import Names, constant_number, numpy_dtype
 from ortops.graph.weights import lift
-
-__all__ = ["Kind", "Program", "Request", "Source", "as_array", "input_of"]
 
 Kind: TypeAlias = Literal["outputs", "gradient", "vjp", "jvp", "hvp", "jacobian", "hessian"]
 """What a program computes: the outputs, with derivatives; for ``"jacobian"``, derivatives alone."""

@@ -23,8 +23,6 @@ from ortops.graph.edit import (
 )
 from ortops.graph.tensor import Names
 
-__all__ = ["Passes", "divide"]
-
 
 @dataclass(frozen=True)
 class Passes:

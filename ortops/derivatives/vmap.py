@@ -14,8 +14,6 @@ from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.edit import copy_node, disconnect, inner_graphs, read_inputs, remove_unread
 from ortops.graph.tensor import Dim, Names, Tape, Tensor, op
 
-__all__ = ["Axes", "add_axis"]
-
 Axes: TypeAlias = int | Sequence[int | None] | Mapping[str, int | None] | None
 """An axis for all tensors, one for each, or axes by name; None for tensors without the axis."""
 

@@ -18,8 +18,6 @@ import numpy as np
 from ortops._common.numbers import Array
 from ortops.errors import OrtopsError
 
-__all__ = ["MPI"]
-
 logger = logging.getLogger("ortops")
 
 _LOOKS = 64

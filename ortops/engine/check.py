@@ -30,15 +30,13 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.autodiff.expansion import expand
 from ortops.graph.autodiff.registry import StructuralRule, ZeroRule
 from ortops.graph.autodiff.rules import RULES
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, describe, inner_graphs, is_float, mapped_tensor
-from ortops.graph.files import external
+from ortops.graph.files import external, loading
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.squashing import squashed
 from ortops.losses.compute import default_output
 from ortops.optimizers import SGD, Optimizer, UpdateRule
-
-__all__ = ["Report", "check", "quiet"]
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,7 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@convert.blame_model
+@loading.blame_model
 def check(
     model: ModelLike,
     *,
@@ -245,7 +243,7 @@ def check(
         differentiable inputs: x
         no problems: ready to train
     """
-    proto, folder = convert.load(model)
+    proto, folder = loading.load(model)
     light = external.detach(proto, folder)
     if why := refused_without_weights(light):
         return _report_of_refusal(light.proto, why)

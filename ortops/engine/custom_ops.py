@@ -39,17 +39,6 @@ from ortops._common.uninterrupted import finished_at_exit, run_uninterrupted, wa
 from ortops.errors import KernelError
 from ortops.optimizers import OPERATORS
 
-__all__ = [
-    "DOMAIN",
-    "DTYPES",
-    "ErrorRecorder",
-    "are_available",
-    "errors_of_run",
-    "register_custom_ops",
-    "survives_as_text",
-    "take_errors",
-]
-
 DOMAIN = "ai.onnx.preview.training"
 
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64))

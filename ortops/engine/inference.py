@@ -19,13 +19,12 @@ from ortops._common.numbers import Array
 from ortops._common.uninterrupted import finished_at_exit, run_uninterrupted
 from ortops.engine import custom_ops
 from ortops.errors import KernelError, ModelError, UnsupportedError, is_raised_by
+from ortops.graph.files import messages
 from ortops.graph.files.loading import ModelLike, blame_model, is_file, load
 from ortops.graph.files.messages import has_domain, nodes_within
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-__all__ = ["InferenceSession", "Kernels", "lend", "open_lowered"]
 
 Kernels: TypeAlias = Literal["auto", "python", "onnx"]
 """How optimizer nodes run: as Python custom ops, as standard operators, or as is possible."""
@@ -273,7 +272,7 @@ def _serialized(proto: onnx.ModelProto) -> tuple[bytes, dict[str, Array]]:
     from ortops.graph import convert
     from ortops.graph.files import external
 
-    if external.data_size(proto) <= external.MESSAGE_LIMIT:
+    if messages.data_size(proto) <= external.MESSAGE_LIMIT:
         return external.serialize(proto), {}
     light, arrays = external.move_out(convert.to_ir(proto))
     return external.serialize(light), arrays

@@ -30,34 +30,19 @@ from ortops.graph.autodiff.gradient_node import (
 )
 from ortops.graph.autodiff.registry import Rules
 from ortops.graph.autodiff.rules import RULES
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, describe, remove_unread, replace_value
 from ortops.graph.faults import avoid
+from ortops.graph.files import loading
 from ortops.graph.files.folders import remember
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import has_domain
 from ortops.graph.files.serialization import BOUND_DOMAIN, to_proto
-from ortops.graph.passes import Draft, Pass, Runtime, passes_for
+from ortops.graph.passes import passes_for
+from ortops.graph.passes.draft import Draft, Pass, Runtime
 from ortops.graph.passes.order import put_last_results_first
 from ortops.graph.shapes import infer_shapes, is_unknown, may_be_equal
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 from ortops.optimizers import OPERATORS
-
-__all__ = [
-    "TRAINING_DOMAIN",
-    "Target",
-    "has_domain",
-    "infer_computed_types",
-    "infer_types",
-    "lower",
-    "lower_ir",
-    "lower_optimizers",
-    "lower_prepared",
-    "lowered_for",
-    "normalize",
-    "prepare",
-    "takes_python_kernel",
-    "to_proto",
-]
 
 TRAINING_DOMAIN = custom_ops.DOMAIN
 
@@ -74,7 +59,7 @@ Keep = Callable[[ir.Node], bool]
 """Whether a one-tensor optimizer node with all its attributes is kept."""
 
 
-@convert.blame_model
+@loading.blame_model
 def lower(model: ModelLike, *, target: Target | None = None) -> onnx.ModelProto:
     """Returns an equivalent model without nodes of the training domain.
 
@@ -114,7 +99,7 @@ def lower(model: ModelLike, *, target: Target | None = None) -> onnx.ModelProto:
         ['Constant', 'Mul', 'Mul', 'Add', 'Mul']
     """
     _runtime(target)
-    proto, folder = convert.load(model)
+    proto, folder = loading.load(model)
     if not has_domain(proto):
         result = onnx.ModelProto()
         result.CopyFrom(proto)

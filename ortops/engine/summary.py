@@ -6,8 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-__all__ = ["SHOWN", "by_module", "by_reason", "first", "short_shape", "text_of", "visible"]
-
 SHOWN = 20
 """How many items of a list are shown."""
 

@@ -21,17 +21,6 @@ from ortops.graph.files.json_fields import (
 from ortops.graph.files.json_metadata import Entry, read_metadata, where
 from ortops.graph.layer_names import fits
 
-__all__ = [
-    "METADATA_KEY",
-    "Adapter",
-    "Module",
-    "adapter_of",
-    "is_alpha",
-    "is_dropout",
-    "is_rank",
-    "scaling",
-]
-
 METADATA_KEY = "ortops.lora"
 """The metadata key of an adapter's description."""
 

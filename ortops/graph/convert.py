@@ -24,7 +24,6 @@ from ortops.graph.files.external import (
     LightModel,
     Reference,
     detach,
-    external_to_inputs,
     find,
     move_aside,
     read_light,
@@ -33,30 +32,17 @@ from ortops.graph.files.external import (
 from ortops.graph.files.folders import FOLDER_KEY, note
 from ortops.graph.files.loading import (
     ModelLike,
-    blame_model,
     folder_of,
-    is_file,
     load,
     read_again,
     readable,
 )
+from ortops.graph.files.messages import external_to_inputs
 from ortops.graph.files.serialization import from_proto
 from ortops.graph.files.validation import validate
 from ortops.graph.limits import LIMITS
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names, Tape, op
-
-__all__ = [
-    "MINIMUM_OPSET",
-    "ModelLike",
-    "blame_model",
-    "inline",
-    "is_file",
-    "load",
-    "load_light",
-    "to_ir",
-    "upgrade",
-]
 
 MINIMUM_OPSET = 21
 """The oldest version of the default operator set that rules emit nodes for."""

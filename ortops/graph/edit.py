@@ -9,38 +9,6 @@ import onnx_ir as ir
 
 from ortops.graph.tensor import Tape, Tensor, op
 
-__all__ = [
-    "ELEMENTWISE",
-    "MOVES",
-    "RANDOM",
-    "Steps",
-    "all_nodes",
-    "ancestor_nodes",
-    "attribute_value",
-    "attribute_values",
-    "copy_node",
-    "dependent_values",
-    "describe",
-    "disconnect",
-    "has_one_reader",
-    "inner_graphs",
-    "is_float",
-    "mapped_tensor",
-    "merge_equal_nodes",
-    "node_after",
-    "nodes_between",
-    "producer_of",
-    "prune",
-    "read_inputs",
-    "remove_defaults",
-    "remove_node",
-    "remove_unread",
-    "remove_unread_inputs",
-    "replace_value",
-    "take_place",
-    "unrolled",
-]
-
 ELEMENTWISE = frozenset(
     {
         *("Abs", "Add", "And", "Cast", "Ceil", "Celu", "Clip", "Cos", "Div", "Elu", "Equal", "Erf"),

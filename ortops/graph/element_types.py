@@ -8,8 +8,6 @@ import onnx_ir as ir
 
 from ortops.graph.edit import all_nodes, inner_graphs
 
-__all__ = ["replace_type", "values_of_type"]
-
 _TYPES = ("dtype", "output_dtype", "precision", "stash_type", "to")
 """Attributes whose value is the number of a type."""
 

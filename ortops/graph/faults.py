@@ -23,19 +23,6 @@ from ortops.graph.edit import all_nodes, producer_of
 from ortops.graph.files.messages import node_graphs, nodes_within
 from ortops.graph.tensor import Names, Tape, Tensor, op
 
-__all__ = [
-    "FAULTS",
-    "Fault",
-    "avoid",
-    "disabled_optimizers",
-    "is_affected",
-    "pad_axes",
-    "said",
-    "use_exact_products",
-    "without_integers",
-    "write_vector_first",
-]
-
 logger = logging.getLogger("ortops")
 
 

@@ -14,9 +14,6 @@ from ortops.graph.edit import all_nodes, attribute_values, remove_unread
 from ortops.graph.files.serialization import BOUND_DOMAIN
 from ortops.graph.tensor import Names, Tape, constant_tensor
 
-__all__ = ["fold"]
-
-
 _MOST = 1024  # elements: shapes and paddings have about ten, and weights are not folded
 
 

@@ -10,8 +10,6 @@ import onnx_ir as ir
 from ortops.errors import ModelError
 from ortops.graph.files.json_text import read_json
 
-__all__ = ["Labels", "add_labels", "read_labels"]
-
 _KEY = "ortops.labels"
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["FUSED", "ends_with", "fits", "plain", "standard", "whole_of"]
-
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """The parts of fused layers, in the order of their outputs, by the last part of their names."""
 

@@ -13,9 +13,6 @@ from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.files.messages import describe_node
 from ortops.graph.tensor import Names
 
-__all__ = ["LinearModel"]
-
-
 _TRANSFORMS = ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT")
 _AXES_OF_SUMS_ARE_INPUTS = 13  # the first opset in which axes are an input of ReduceSum
 _AXES_ARE_INPUTS = 18  # the first opset in which axes are an input of ReduceMax

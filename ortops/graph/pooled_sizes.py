@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-__all__ = ["is_miscounted", "pooled_sizes", "without_ceil_mode"]
-
 _POOLS = ("AveragePool", "LpPool", "MaxPool")
 
 

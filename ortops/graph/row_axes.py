@@ -13,17 +13,6 @@ import onnx
 from ortops._common.numbers import Array
 from ortops.errors import OrtopsError
 
-__all__ = [
-    "Dims",
-    "Pieces",
-    "RowAxes",
-    "along",
-    "row_axes",
-    "row_axes_of_model",
-    "rows_first",
-    "rows_to",
-]
-
 Dims: TypeAlias = Sequence[int | str | None] | None
 """A shape: sizes, symbols, or None for unknown sizes; None if the rank is unknown."""
 

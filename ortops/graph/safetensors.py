@@ -23,9 +23,6 @@ from ortops.graph.files.json_text import read_json
 from ortops.graph.files.opening import open_regular, read_regular
 from ortops.graph.limits import LIMITS
 
-__all__ = ["dump_safetensors", "map_safetensors", "read_safetensors", "write_safetensors"]
-
-
 _TYPES: Mapping[str, npt.DTypeLike] = {
     "F64": np.float64,
     "F32": np.float32,

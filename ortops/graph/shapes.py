@@ -14,23 +14,11 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError
 from ortops.graph.edit import all_nodes, inner_graphs
-from ortops.graph.files.external import external_to_inputs, move_aside
+from ortops.graph.files.external import move_aside
+from ortops.graph.files.messages import external_to_inputs
 from ortops.graph.files.serialization import is_map
 from ortops.graph.pooled_sizes import is_miscounted, without_ceil_mode
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op, shape_of
-
-__all__ = [
-    "expand_like",
-    "index_range",
-    "infer_shapes",
-    "is_unknown",
-    "map_sequences",
-    "may_be_equal",
-    "reshape_like",
-    "size_of",
-    "sum_along",
-    "unbroadcast",
-]
 
 logger = logging.getLogger("ortops")
 

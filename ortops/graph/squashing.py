@@ -25,8 +25,6 @@ from ortops.graph.edit import (
 )
 from ortops.graph.tensor import constant_tensor
 
-__all__ = ["Move", "Squashed", "may_be_bounded", "partly_squashed", "squashed"]
-
 Kind: TypeAlias = Literal["softmax", "log_softmax", "sigmoid", "complement", "probabilities"]
 
 _ML = "ai.onnx.ml"

@@ -39,23 +39,6 @@ from ortops.graph.files.external import without_data
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, is_map, name_tensors
 from ortops.graph.pooled_sizes import pooled_sizes
 
-__all__ = [
-    "DEFAULT_OPSET",
-    "IR_VERSION",
-    "VARIABLE",
-    "Dim",
-    "Names",
-    "Tape",
-    "Tensor",
-    "constant_number",
-    "constant_tensor",
-    "numpy_dtype",
-    "ones_like",
-    "op",
-    "shape_of",
-    "zeros_like",
-]
-
 Dim: TypeAlias = int | str | None
 """A dimension: its size, its symbol, or None if it is unknown."""
 

@@ -23,9 +23,6 @@ from ortops.graph.files.messages import attribute_graphs, describe_node, node_gr
 from ortops.graph.linear_models import LinearModel
 from ortops.graph.tensor import Names
 
-__all__ = ["Origin", "Weight", "lift", "weights"]
-
-
 _FLOATS = (
     onnx.TensorProto.FLOAT,
     onnx.TensorProto.DOUBLE,

@@ -32,8 +32,6 @@ from ortops.llm.sequence_pairs import pair_feeds, read_sequence_pairs
 from ortops.llm.several_files import SeveralFiles
 from ortops.llm.tokenization import Tokenizer
 
-__all__ = ["Batches", "Epochs", "Unit"]
-
 Unit: TypeAlias = tuple[Example] | Pair
 """The sequences of a row."""
 

@@ -12,10 +12,10 @@ import onnx_ir as ir
 
 from ortops.engine.building.parameters import quantized, why_not
 from ortops.engine.check import check, quiet
-from ortops.engine.lowering import to_proto
 from ortops.engine.summary import text_of
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.graph.convert import load_light, to_ir
+from ortops.graph.files.serialization import to_proto
 from ortops.llm.examples import IGNORED
 from ortops.llm.experts import refuse_experts
 from ortops.llm.folder import GENAI_CONFIG, open_folder, refuse_norms
@@ -24,8 +24,6 @@ from ortops.llm.pruning import is_pruned, without_pruning
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.targets import chosen
 from ortops.losses import NextToken
-
-__all__ = ["Report", "check_folder", "is_language_model"]
 
 _RANK = 8
 

@@ -14,8 +14,6 @@ from ortops.callbacks.checkpoint import Checkpoint
 from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.session import TrainingSession
 
-__all__ = ["Estimate", "FolderCheckpoint", "peak_memory"]
-
 logger = logging.getLogger("ortops")
 
 

@@ -15,8 +15,6 @@ from ortops.graph.files.saving import save_model
 from ortops.llm.generation import Sampling
 from ortops.llm.several_files import CACHE_BRANCH
 
-__all__ = ["continued"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 _SIZES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}

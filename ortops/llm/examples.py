@@ -20,23 +20,6 @@ from ortops.graph.files.json_text import read_json
 from ortops.graph.files.opening import open_regular
 from ortops.llm.tokenization import Message, RefusedTextError, Tokenizer
 
-__all__ = [
-    "IGNORED",
-    "PADDING",
-    "TRAIN_ON",
-    "Example",
-    "Rows",
-    "answer",
-    "batch_of",
-    "chat",
-    "errors_of",
-    "example_of",
-    "note",
-    "read_examples",
-    "rows_of",
-    "tokens_of",
-]
-
 IGNORED = -100
 """The label of a token that is not trained."""
 

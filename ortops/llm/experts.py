@@ -9,8 +9,6 @@ import onnx
 from ortops.errors import UnsupportedError
 from ortops.graph.adapters import adapter_of
 
-__all__ = ["refuse_experts"]
-
 _KINDS = ("MoE", "QMoE")
 _LAYER = re.compile(r"layers?[./](\d+)")
 

@@ -25,8 +25,6 @@ from ortops.graph.files.json_text import read_settings
 from ortops.graph.files.loading import load
 from ortops.graph.files.opening import file_in_folder, leads_out, open_regular
 
-__all__ = ["GENAI_CONFIG", "Folder", "copy_others", "genai_config", "open_folder", "refuse_norms"]
-
 GENAI_CONFIG = "genai_config.json"
 _NAMES = (
     *("model.onnx", "onnx/model.onnx", "decoder_model.onnx", "decoder_model_merged.onnx"),

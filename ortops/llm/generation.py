@@ -14,8 +14,6 @@ from ortops._common.arguments import number, whole_number
 from ortops.errors import OrtopsError
 from ortops.llm.folder import Folder
 
-__all__ = ["Sampling", "generate"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 

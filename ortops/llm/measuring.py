@@ -14,8 +14,6 @@ from ortops.llm.checkpoint import peak_memory
 from ortops.llm.folder import Folder
 from ortops.llm.tuning import FineTuning
 
-__all__ = ["Measurement", "measure"]
-
 _STEPS = 3
 
 

@@ -14,8 +14,6 @@ from onnx import numpy_helper
 from ortops.graph.adapters import adapter_of
 from ortops.lora.merging import merge
 
-__all__ = ["merged_model", "quantize"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 _BITS = (2, 4, 8)

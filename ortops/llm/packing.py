@@ -16,8 +16,6 @@ import numpy.typing as npt
 from ortops.errors import UnsupportedError
 from ortops.llm.examples import IGNORED, Example, example_of
 
-__all__ = ["attention_mask", "packed", "refuse_leaks"]
-
 _REMEDY = "use group_by_length=True, which makes batches of rows of similar length"
 
 Logits = Callable[[Example], npt.NDArray[np.floating]]

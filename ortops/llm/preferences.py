@@ -18,8 +18,6 @@ from ortops.llm.examples import (
 )
 from ortops.llm.tokenization import Tokenizer
 
-__all__ = ["ANSWERS", "Pair", "is_preference", "read_pairs"]
-
 ANSWERS = ("chosen", "rejected")
 
 Pair: TypeAlias = tuple[Example, Example]

@@ -12,8 +12,6 @@ import onnx
 
 from ortops.graph.files.external import LightModel
 
-__all__ = ["is_pruned", "prune", "without_pruning"]
-
 
 class _Pruning(NamedTuple):
     """The nodes that leave one position.

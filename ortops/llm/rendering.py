@@ -16,8 +16,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-__all__ = ["Texts", "answer"]
-
 _REASONING = "</think>"
 """The end of reasoning, which some templates remove from earlier replies."""
 

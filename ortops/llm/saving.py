@@ -25,15 +25,6 @@ from ortops.llm.pruning import prune
 from ortops.llm.several_files import NAMES, SeveralFiles
 from ortops.lora.files import written_adapter
 
-__all__ = [
-    "ADAPTER",
-    "TRAINING",
-    "UNFINISHED",
-    "FolderWriter",
-    "is_unfinished",
-    "refuse_unfinished",
-]
-
 ADAPTER, TRAINING = "adapter.onnx_adapter", "training.state"
 
 UNFINISHED = "training.unfinished"

@@ -14,16 +14,6 @@ from ortops.llm.examples import IGNORED, Rows, errors_of, note, rows_of, tokens_
 from ortops.llm.folder import Folder
 from ortops.llm.tokenization import Tokenizer
 
-__all__ = [
-    "Pair",
-    "pair_feeds",
-    "prefix_of",
-    "read_sequence_pairs",
-    "source_feeds",
-    "source_of",
-    "start_token",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 _FORMS = "have prompt and completion, input_ids and labels, or input_features and text or labels"

@@ -24,8 +24,6 @@ from ortops.llm.sequence_pairs import prefix_of, source_feeds, source_of, start_
 from ortops.llm.several_files import SeveralFiles
 from ortops.llm.tokenization import Tokenizer
 
-__all__ = ["Server"]
-
 
 class Server:
     """Continues tokens with the present adapter.

@@ -26,8 +26,6 @@ from ortops.llm.folder import Folder, graph_of
 from ortops.lora.merging import merge
 from ortops.surgery.branches import fix_inputs
 
-__all__ = ["CACHE_BRANCH", "NAMES", "SeveralFiles", "several_files"]
-
 CACHE_BRANCH = "use_cache_branch"
 """Optimum's name of the input that chooses the branch of a merged decoder."""
 

@@ -16,8 +16,6 @@ from ortops.graph.limits import LIMITS
 from ortops.llm import rendering
 from ortops.llm.folder import Folder
 
-__all__ = ["Message", "RefusedTextError", "Tokenizer"]
-
 Message: TypeAlias = Mapping[str, Any]
 """A message of a chat, with ``role`` and ``content``."""
 

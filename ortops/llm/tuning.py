@@ -52,8 +52,6 @@ from ortops.metrics.metric import Array, Mean, StreamingMetric
 from ortops.optimizers import Adam
 from ortops.schedules import Schedule
 
-__all__ = ["FineTuning"]
-
 logger = logging.getLogger("ortops")
 
 _LOSS = "ortops.llm"

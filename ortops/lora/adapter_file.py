@@ -22,8 +22,6 @@ from ortops.graph.files.loading import readable
 from ortops.graph.files.opening import read_regular
 from ortops.lora.model import Array
 
-__all__ = ["read_adapter_file"]
-
 _IDENTIFIER = b"TORT"
 _FORMAT_VERSION = 1
 _MOST_AXES = 64

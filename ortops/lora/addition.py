@@ -17,11 +17,11 @@ from ortops._common.notes import say_note
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.adapters import METADATA_KEY, Adapter, Module, adapter_of, scaling
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import describe, take_place
 from ortops.graph.faults import without_integers
-from ortops.graph.files import external
+from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.layer_names import standard
 from ortops.graph.tensor import Names
@@ -31,8 +31,6 @@ from ortops.lora.patterns import Patterns
 from ortops.lora.targets import Target, chosen
 from ortops.surgery.reading import refuse_training
 
-__all__ = ["Base", "Layer", "adapted", "add", "attach", "read_base"]
-
 _PADS_ARE_INPUTS = 11  # the first opset of Pad whose pads are not an attribute
 _RATIO_IS_INPUT = 12  # the first opset of Dropout whose ratio is not an attribute
 _INITIALIZERS_MAY_BE_INPUTS_OR_NOT = 4  # the first IR version with initializers beside inputs
@@ -40,7 +38,7 @@ _INITIALIZERS_MAY_BE_INPUTS_OR_NOT = 4  # the first IR version with initializers
 logger = logging.getLogger("ortops")
 
 
-@convert.blame_model
+@loading.blame_model
 def add(
     model: ModelLike,
     rank: int = 8,
@@ -258,7 +256,7 @@ def read_base(model: ModelLike | LightModel) -> Base:
     Raises:
         ModelError: If it already has an adapter or training_info.
     """
-    proto, folder = (model.proto, None) if isinstance(model, LightModel) else convert.load(model)
+    proto, folder = (model.proto, None) if isinstance(model, LightModel) else loading.load(model)
     if adapter_of(proto.metadata_props) is not None:
         raise ModelError(
             "model: it already has an adapter; merge it with ortops.lora.merge, or give the model "

@@ -14,18 +14,16 @@ import onnxruntime
 
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph import convert
-from ortops.graph.convert import ModelLike
-from ortops.graph.files import external
+from ortops.graph.files import external, loading
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.folders import remember
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.opening import read_regular
 from ortops.graph.layer_names import standard
 from ortops.lora.adapter_file import read_adapter_file
 from ortops.lora.fingerprints import family, first_fingerprint
 from ortops.lora.model import Adapted, Array, check_base, read_adapted, refuse_not_finite
-
-__all__ = ["load_adapter", "save_adapter", "with_adapter", "written_adapter"]
 
 _ADAPTER_VERSION = 1
 _GIVEN_BY_OTHERS = 2**16  # other tools number their model versions; a digest is never this small
@@ -33,7 +31,7 @@ _GIVEN_BY_OTHERS = 2**16  # other tools number their model versions; a digest is
 logger = logging.getLogger("ortops")
 
 
-@convert.blame_model
+@loading.blame_model
 def save_adapter(model: ModelLike, path: str | os.PathLike[str]) -> None:
     """Writes the adapter of a model to an ``.onnx_adapter`` file of onnxruntime.
 
@@ -90,7 +88,7 @@ def written_adapter(model: LightModel) -> bytes:
         return read_regular(file)
 
 
-@convert.blame_model
+@loading.blame_model
 def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelProto:
     """Returns a model whose adapter has the values of an ``.onnx_adapter`` file of onnxruntime.
 
@@ -121,7 +119,7 @@ def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelPr
         True
     """
     values = _checked(read_adapted(model), path)
-    proto, folder = convert.load(model)
+    proto, folder = loading.load(model)
     result = _filled(external.detach(proto), values).attach()
     remember(result, folder)
     return result

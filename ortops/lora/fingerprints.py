@@ -26,14 +26,6 @@ from ortops.graph.files.external import LightModel
 from ortops.graph.weights import lift, weights
 from ortops.lora.removal import remove_adapter
 
-__all__ = [
-    "FINGERPRINT_VERSION",
-    "family",
-    "fingerprint",
-    "first_fingerprint",
-    "version_of",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 FINGERPRINT_VERSION = 2

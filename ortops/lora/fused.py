@@ -9,8 +9,6 @@ import onnx_ir as ir
 
 from ortops.graph.layer_names import FUSED
 
-__all__ = ["part_columns"]
-
 _MOST_NODES = 4  # between a fused layer and its reader: a bias, a cast, a scale
 
 

@@ -13,8 +13,9 @@ from ortops.engine.building.parameters import readers
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph import convert
 from ortops.graph.adapters import METADATA_KEY, Module
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import describe, remove_node, take_place
+from ortops.graph.files import loading
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.tensor import Names
 from ortops.lora.model import WITHOUT_TRAINING, Array, read_adapted, refuse_not_finite
@@ -22,10 +23,8 @@ from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import steps_to_weight
 from ortops.surgery.reading import drop_unread, model_of, open_model, refuse_training
 
-__all__ = ["merge"]
 
-
-@convert.blame_model
+@loading.blame_model
 def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
     """Returns a model with its adapter merged into the weights: W + scaling · B A.
 
@@ -58,7 +57,7 @@ def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
     adapted = read_adapted(model)
     refuse_training(adapted.model.proto, WITHOUT_TRAINING)
     refuse_not_finite(adapted.parameters, "model")
-    proto, folder = convert.load(model)
+    proto, folder = loading.load(model)
     work = convert.to_ir(proto, folder)
     names = Names(work.graph)
     updates: dict[tuple[ir.Node, ...], tuple[str, Array]] = {}

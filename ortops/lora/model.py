@@ -13,23 +13,14 @@ import onnx
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.adapters import Adapter, adapter_of
-from ortops.graph.convert import ModelLike
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.loading import ModelLike
 from ortops.lora.fingerprints import (
     FINGERPRINT_VERSION,
     fingerprint,
     first_fingerprint,
     version_of,
 )
-
-__all__ = [
-    "WITHOUT_TRAINING",
-    "Adapted",
-    "Array",
-    "check_base",
-    "read_adapted",
-    "refuse_not_finite",
-]
 
 Array: TypeAlias = npt.NDArray[Any]
 

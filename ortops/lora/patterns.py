@@ -18,8 +18,6 @@ from typing import TypeAlias
 from ortops.errors import ModelError
 from ortops.graph.limits import LIMITS
 
-__all__ = ["Patterns"]
-
 _MOST_STATES = 10_000
 _DEEPEST = 50  # nested groups; each takes a few levels of Python's stack
 

@@ -20,10 +20,10 @@ import onnx_ir as ir
 from ortops.errors import ModelError, OrtopsError, UnsupportedError
 from ortops.graph import convert
 from ortops.graph.adapters import Adapter, is_alpha, is_dropout, is_rank, scaling
-from ortops.graph.convert import ModelLike
+from ortops.graph.files import loading
 from ortops.graph.files.atomic import TEMPORARY, siblings, write_together
 from ortops.graph.files.json_text import read_settings
-from ortops.graph.files.loading import readable
+from ortops.graph.files.loading import ModelLike, readable
 from ortops.graph.files.opening import file_in_folder
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.layer_names import FUSED, ends_with, standard
@@ -40,8 +40,6 @@ from ortops.lora.patterns import Patterns
 from ortops.lora.peft_layers import PeftLayer, Places, model_type_beside, peft_layers
 from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import Target, parts, targets
-
-__all__ = ["from_peft", "refuse_others", "to_peft", "with_peft"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -65,7 +63,7 @@ _CONV1D = re.compile(r"\bh\.[0-9]+\.(?:attn\.c_attn|(?:attn|mlp)\.c_proj|mlp\.c_
 _BFLOAT16 = ir.DataType.BFLOAT16.numpy()
 
 
-@convert.blame_model
+@loading.blame_model
 def to_peft(
     model: ModelLike,
     folder: str | os.PathLike[str],
@@ -202,7 +200,7 @@ def refuse_others(folder: str | os.PathLike[str]) -> None:
         )
 
 
-@convert.blame_model
+@loading.blame_model
 def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelProto:
     """Returns a model with an adapter from a folder in PEFT's format.
 

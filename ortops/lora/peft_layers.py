@@ -21,8 +21,6 @@ from ortops.graph.layer_names import FUSED, ends_with, plain, standard, whole_of
 from ortops.lora.model import Array
 from ortops.lora.targets import Target, parts
 
-__all__ = ["PeftLayer", "Places", "model_type_beside", "peft_layers"]
-
 _FUSING = ("phi3", "phi4")
 """The model types of transformers with qkv_proj and gate_up_proj."""
 

@@ -8,8 +8,6 @@ from ortops.errors import ModelError
 from ortops.graph.adapters import Adapter, Module
 from ortops.graph.edit import remove_node, take_place
 
-__all__ = ["remove_adapter"]
-
 _FACTORS = {"linear": ("MatMul", 1), "embedding": ("Gather", 0), "convolution": ("Conv", 1)}
 """The operator that reads A, and the index of that input, by the kind of a layer."""
 

@@ -16,8 +16,6 @@ from ortops.graph.edit import all_nodes, describe
 from ortops.graph.layer_names import plain, standard
 from ortops.lora.fused import part_columns
 
-__all__ = ["Target", "chosen", "dynamic_product", "parts", "steps_to_weight", "targets"]
-
 _MICROSOFT = "com.microsoft"
 
 _ALL_LINEAR = "all-linear"

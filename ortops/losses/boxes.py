@@ -13,8 +13,6 @@ from ortops.errors import ModelError
 from ortops.graph.tensor import Tensor, op
 from ortops.losses.loss import Loss, Reads, Shape, Terms, count_type, stopped, weighted_mean
 
-__all__ = ["BOX_FORMATS", "BOX_LOSSES", "Box", "CIoU", "DistributionFocal", "GIoU", "distribution"]
-
 BOX_FORMATS = ("xyxy", "yxyx", "xywh", "cxcywh")
 """The four numbers of a box: two corners; a corner and the sizes; the center and the sizes."""
 

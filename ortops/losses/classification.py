@@ -31,19 +31,6 @@ from ortops.losses.loss import (
     weighted_mean,
 )
 
-__all__ = [
-    "BinaryCrossEntropy",
-    "BinaryCrossEntropyWithLogits",
-    "ClassLoss",
-    "Focal",
-    "Hinge",
-    "MulticlassLoss",
-    "NegativeLogLikelihood",
-    "NextToken",
-    "SoftmaxCrossEntropy",
-    "safe_labels",
-]
-
 Factors: TypeAlias = float | Sequence[Any]
 """A number, or nested sequences of them."""
 

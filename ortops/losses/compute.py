@@ -15,7 +15,6 @@ import onnx_ir as ir
 from ortops._common.arguments import parameters_of
 from ortops._common.numbers import integer
 from ortops.errors import ArgumentError, ModelError, did_you_mean
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import (
     Steps,
     attribute_values,
@@ -26,12 +25,11 @@ from ortops.graph.edit import (
     mapped_tensor,
     unrolled,
 )
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.squashing import Squashed, may_be_bounded, partly_squashed, squashed
 from ortops.graph.tensor import Dim, Tape, Tensor, op
 from ortops.losses.loss import Function, Loss, Part, Reads, Shape, mean_of, softplus
 from ortops.losses.teacher import put_teacher
-
-__all__ = ["Computed", "Inputs", "Prediction", "compute", "default_output"]
 
 Inputs: TypeAlias = Mapping[str, tuple[npt.DTypeLike, Sequence[Dim]]]
 """Declared inputs: dtype and dimensions by name."""

@@ -29,8 +29,6 @@ from ortops.losses.loss import (
     weighted_mean,
 )
 
-__all__ = ["TaskAligned"]
-
 Array: TypeAlias = npt.NDArray[np.float64]
 
 _NO_CLASS = float(2**30)

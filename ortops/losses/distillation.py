@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 from ortops.errors import ArgumentError, ModelError
-from ortops.graph.convert import ModelLike
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Tensor, op
 from ortops.losses.classification import ClassLoss
@@ -20,8 +20,6 @@ from ortops.losses.loss import (
     check_number,
     mean_or_sum,
 )
-
-__all__ = ["Distillation"]
 
 
 @dataclass(frozen=True)

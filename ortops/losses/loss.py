@@ -10,31 +10,8 @@ import numpy as np
 
 from ortops._common.arguments import choice, number, text, whole_number
 from ortops.errors import ArgumentError, ModelError
-from ortops.graph.convert import ModelLike
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.tensor import Dim, Tensor, op
-
-__all__ = [
-    "Combined",
-    "Loss",
-    "Part",
-    "Reads",
-    "Sources",
-    "Terms",
-    "check_integer",
-    "check_name",
-    "check_number",
-    "check_numbers",
-    "count_type",
-    "mean_of",
-    "mean_or_sum",
-    "one",
-    "rows_of",
-    "softplus",
-    "stopped",
-    "unless_empty",
-    "weighted_by_sample",
-    "weighted_mean",
-]
 
 Reads: TypeAlias = Literal["values", "logits", "probabilities", "log_probabilities"]
 """How a loss interprets its prediction."""

@@ -24,17 +24,6 @@ from ortops.losses.loss import (
     rows_of,
 )
 
-__all__ = [
-    "L1",
-    "GaussianNLL",
-    "Huber",
-    "KullbackLeibler",
-    "MeanSquaredError",
-    "PoissonNLL",
-    "Quantile",
-    "SmoothL1",
-]
-
 
 @dataclass(frozen=True)
 class MeanSquaredError(Loss):

@@ -22,8 +22,6 @@ from ortops.losses.loss import (
     rows_of,
 )
 
-__all__ = ["CosineEmbedding", "InfoNCE", "Triplet"]
-
 
 @dataclass(frozen=True)
 class _Comparison(Loss):

@@ -10,13 +10,11 @@ import onnx_ir as ir
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.autodiff.gradient_node import GRADIENT_DOMAINS
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, copy_node, describe, inner_graphs
 from ortops.graph.files.external import Reference
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.graph.tensor import Tape, Tensor
-
-__all__ = ["Teacher", "put_teacher"]
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ from ortops.metrics.metric import (
     yes_border,
 )
 
-__all__ = ["F1", "Accuracy", "IoU", "Precision", "Recall", "TopK"]
-
 Counts = npt.NDArray[np.int64]
 
 

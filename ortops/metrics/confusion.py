@@ -25,8 +25,6 @@ from ortops.metrics.metric import (
     yes_border,
 )
 
-__all__ = ["ConfusionMatrix"]
-
 
 @dataclass
 class ConfusionMatrix(StreamingMetric):

@@ -14,8 +14,6 @@ from ortops._common.arguments import choice, number, whole_number
 from ortops.errors import ArgumentError
 from ortops.metrics.metric import Array, StreamingMetric, check_labels, whole
 
-__all__ = ["MeanAveragePrecision"]
-
 _RECALLS = np.linspace(0, 1, 101)
 
 _FORMATS = ("xyxy", "yxyx", "xywh", "cxcywh")

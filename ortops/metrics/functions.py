@@ -24,8 +24,6 @@ from ortops.metrics.metric import (
 )
 from ortops.metrics.regression import MeanAbsoluteError
 
-__all__ = ["Function"]
-
 _TAKES = {
     "y_pred": "labels",
     "y_score": "scores",

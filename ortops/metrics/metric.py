@@ -17,23 +17,6 @@ from ortops._common.arguments import boolean, choice, text, whole_number
 from ortops._common.numbers import plain
 from ortops.errors import OrtopsError
 
-__all__ = [
-    "Array",
-    "Mean",
-    "StreamingMetric",
-    "as_number",
-    "check_labels",
-    "check_same_shape",
-    "class_rows",
-    "columns",
-    "direction",
-    "has_classes",
-    "log_probabilities",
-    "probabilities",
-    "whole",
-    "yes_border",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 KINDS = ("logits", "probabilities", "log_probabilities", "values")

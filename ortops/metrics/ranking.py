@@ -20,8 +20,6 @@ from ortops.metrics.metric import (
     probabilities,
 )
 
-__all__ = ["AUC", "NDCG"]
-
 _MOST_BINS = 2**31 - 1
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from ortops._common.arguments import choice
 from ortops.metrics.metric import Array, Mean, StreamingMetric, check_same_shape, columns
 
-__all__ = ["R2", "MeanAbsoluteError", "MeanSquaredError", "RootMeanSquaredError"]
-
 
 def _columns(
     metric: StreamingMetric, outputs: Array, targets: Array, sample_weight: Array | None

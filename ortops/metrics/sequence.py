@@ -19,8 +19,6 @@ from ortops.metrics.metric import (
     log_probabilities,
 )
 
-__all__ = ["EditDistance", "Perplexity"]
-
 
 @dataclass
 class Perplexity(Mean):

@@ -23,8 +23,6 @@ from ortops.optimizers.optimizer import (
 )
 from ortops.schedules import Schedule
 
-__all__ = ["SGD", "Momentum", "momentum", "sgd"]
-
 Mode: TypeAlias = Literal["standard", "nesterov"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -20,17 +20,6 @@ from ortops.optimizers.optimizer import (
 )
 from ortops.schedules import Schedule
 
-__all__ = [
-    "AMSGrad",
-    "Adam",
-    "AdamW",
-    "adam",
-    "adam_after_correction",
-    "adamw",
-    "adamw_after_correction",
-    "amsgrad",
-]
-
 
 def adam(
     r: Any,

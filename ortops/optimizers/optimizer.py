@@ -14,22 +14,6 @@ from ortops._common.arguments import boolean, number, parameters_of
 from ortops.errors import ArgumentError
 from ortops.schedules import Schedule
 
-__all__ = [
-    "OPERATORS",
-    "RANGES",
-    "Arrays",
-    "Custom",
-    "Operator",
-    "Optimizer",
-    "Ranges",
-    "UpdateRule",
-    "arrays",
-    "as_float32",
-    "norm",
-    "regularized",
-    "shrunk",
-]
-
 UpdateRule: TypeAlias = Callable[..., Any]
 """``(r, t, x, g, *state, *, attributes) -> (x_new, *state_new)`` on numpy arrays or Tensors."""
 

@@ -12,8 +12,6 @@ from onnx.reference import ReferenceEvaluator
 from ortops.reference.traced import Array
 from ortops.reference.training import OPS, Evaluator, TrainingEvaluator
 
-__all__ = ["NewOps", "Reference"]
-
 
 class _Rep(BackendRep):
     def __init__(self, evaluator: ReferenceEvaluator) -> None:

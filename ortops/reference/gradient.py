@@ -15,8 +15,6 @@ from onnx.reference.op_run import OpRun
 from ortops.reference.replay import check_independence, differentiate
 from ortops.reference.traced import Array
 
-__all__ = ["Gradient"]
-
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:

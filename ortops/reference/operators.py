@@ -31,8 +31,6 @@ from ortops.reference.traced import (
     take,
 )
 
-__all__ = ["CONSTANT", "MOVING", "OPERATORS", "concat"]
-
 Rule: TypeAlias = Callable[..., Traced]
 """Takes inputs in ONNX's order (None where absent), and attributes by name."""
 

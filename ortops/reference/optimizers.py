@@ -14,8 +14,6 @@ from onnx.reference.op_run import OpRun
 
 from ortops.reference.traced import Array
 
-__all__ = ["Adagrad", "Adam", "Momentum"]
-
 _DOMAIN = "ai.onnx.preview.training"
 
 

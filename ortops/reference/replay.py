@@ -14,8 +14,6 @@ from onnx.reference.ops import load_op
 from ortops.reference.operators import CONSTANT, MOVING, OPERATORS, concat
 from ortops.reference.traced import Traced, Value, gradients, leaf, lift, reshape, take, value_of
 
-__all__ = ["check_independence", "differentiate"]
-
 Environment: TypeAlias = Mapping[str, Value | None]
 Attributes: TypeAlias = Mapping[str, Any]
 Node: TypeAlias = Any

@@ -13,28 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "Array",
-    "Traced",
-    "Value",
-    "add",
-    "broadcast",
-    "cast",
-    "concatenate",
-    "elementwise",
-    "gradients",
-    "leaf",
-    "lift",
-    "multiply",
-    "power",
-    "power_of",
-    "reshape",
-    "select",
-    "sum_over",
-    "take",
-    "value_of",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 _numbers = itertools.count()

@@ -16,8 +16,6 @@ from ortops.reference.gradient import Gradient
 from ortops.reference.optimizers import Adagrad, Adam, Momentum
 from ortops.reference.traced import Array
 
-__all__ = ["OPS", "Evaluator", "TrainingEvaluator"]
-
 OPS: list[type[OpRun]] = [Gradient, Adagrad, Adam, Momentum]
 """The operators of the domain, for ``ReferenceEvaluator(model, new_ops=OPS)``."""
 

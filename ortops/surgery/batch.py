@@ -22,9 +22,9 @@ from ortops.errors import (
     did_you_mean,
     is_raised_by,
 )
-from ortops.graph import convert
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import describe, read_inputs
+from ortops.graph.files import loading
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.row_axes import RowAxes, row_axes_of_model
 from ortops.graph.tensor import Names, Tape, Tensor, op
 from ortops.surgery.reading import (
@@ -38,8 +38,6 @@ from ortops.surgery.reading import (
     read,
     refuse_training,
 )
-
-__all__ = ["free_batch"]
 
 _ROWS, _MORE_ROWS = 3, 2
 """The number of rows run through each node, and of further rows run through the whole model."""
@@ -59,7 +57,7 @@ Run: TypeAlias = Callable[[Mapping[str, Array]], list[Array]]
 _RunNode: TypeAlias = Callable[[Mapping[ir.Value, Array]], list[Array]]
 
 
-@convert.blame_model
+@loading.blame_model
 def free_batch(
     model: ModelLike,
     *,

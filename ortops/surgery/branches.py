@@ -12,7 +12,6 @@ import onnx_ir as ir
 
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph import convert
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import (
     all_nodes,
     ancestor_nodes,
@@ -22,14 +21,13 @@ from ortops.graph.edit import (
     remove_node,
     take_place,
 )
-from ortops.graph.files import external
+from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.tensor import Names
 from ortops.graph.weights import lift, weights
 from ortops.surgery.reading import Array, logger, model_of, open_model, refuse_training
-
-__all__ = ["TWINS_KEY", "fix_inputs"]
 
 TWINS_KEY = "ortops.twins"
 """The key in ``metadata_props`` for the copies of weights in branches that were removed."""
@@ -37,7 +35,7 @@ TWINS_KEY = "ortops.twins"
 _NUMBERED = re.compile(r"_\d+$")
 
 
-@convert.blame_model
+@loading.blame_model
 def fix_inputs(model: ModelLike, values: Mapping[str, object]) -> onnx.ModelProto:
     """Returns a model without some inputs, which have constant values instead.
 

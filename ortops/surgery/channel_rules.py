@@ -13,8 +13,6 @@ from ortops.graph.edit import ELEMENTWISE, describe, has_one_reader, inner_graph
 from ortops.surgery.channels import Axes, Channels, Labels
 from ortops.surgery.reading import constant, integers
 
-__all__ = ["follow", "pieces"]
-
 _Rule: TypeAlias = Callable[[Channels, ir.Node], None]
 
 _Sizes: TypeAlias = Sequence[int | str | None]

@@ -19,8 +19,6 @@ import onnx_ir as ir
 from ortops.graph.edit import read_inputs
 from ortops.surgery.reading import constant
 
-__all__ = ["Axes", "Channels", "Labels", "Units"]
-
 Labels: TypeAlias = npt.NDArray[np.int64]
 Axes: TypeAlias = list[Labels | None]
 """For each axis the labels of its elements; None for an axis that must keep its size."""

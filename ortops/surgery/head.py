@@ -12,8 +12,6 @@ import onnx_ir as ir
 
 from ortops._common.arguments import whole_number
 from ortops.errors import ModelError, UnsupportedError, did_you_mean
-from ortops.graph import convert
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import (
     ELEMENTWISE,
     all_nodes,
@@ -22,6 +20,8 @@ from ortops.graph.edit import (
     inner_graphs,
     read_inputs,
 )
+from ortops.graph.files import loading
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.tensor import Names, Tape
 from ortops.surgery.reading import (
     Array,
@@ -34,8 +34,6 @@ from ortops.surgery.reading import (
     read,
     refuse_training,
 )
-
-__all__ = ["replace_head"]
 
 _LAYERS = ("Conv", "FusedConv", "FusedGemm", "FusedMatMul", "Gemm", "MatMul")
 
@@ -56,7 +54,7 @@ _OF_NUMBERS = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose",
 _PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093, 10099, 10103)
 
 
-@convert.blame_model
+@loading.blame_model
 def replace_head(
     model: ModelLike, *, classes: int, output: str | None = None, seed: int = 0
 ) -> onnx.ModelProto:

@@ -8,18 +8,16 @@ import onnx
 import onnx_ir as ir
 
 from ortops.errors import ModelError, UnsupportedError, did_you_mean
-from ortops.graph import convert
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, describe, inner_graphs
+from ortops.graph.files import loading
 from ortops.graph.files.folders import remember
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import algorithm_names
 from ortops.graph.tensor import Names
 from ortops.surgery.reading import dimensions, inferred, logger, read
 
-__all__ = ["name_output"]
 
-
-@convert.blame_model
+@loading.blame_model
 def name_output(model: ModelLike, tensor: str, *, name: str | None = None) -> onnx.ModelProto:
     """Returns a model with one of its tensors as an additional output.
 

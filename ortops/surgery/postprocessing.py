@@ -8,12 +8,10 @@ import onnx
 import onnx_ir as ir
 
 from ortops.errors import ModelError, UnsupportedError
-from ortops.graph import convert
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, dependent_values, describe, inner_graphs, is_float, prune
+from ortops.graph.files import loading
+from ortops.graph.files.loading import ModelLike
 from ortops.surgery.reading import dimensions, inferred, logger, read, refuse_training
-
-__all__ = ["before_postprocessing"]
 
 _SUPPRESSION = "NonMaxSuppression"
 
@@ -27,7 +25,7 @@ _SIMPLE = frozenset(
 _MOVING = ("Cast", "Identity", "Squeeze", "Transpose", "Unsqueeze")
 
 
-@convert.blame_model
+@loading.blame_model
 def before_postprocessing(model: ModelLike) -> onnx.ModelProto:
     """Returns a model whose outputs are the predictions before NonMaxSuppression.
 

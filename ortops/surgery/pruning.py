@@ -17,16 +17,14 @@ import onnx_ir as ir
 
 from ortops._common.arguments import choice, number, text, whole_number
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
-from ortops.graph import convert
 from ortops.graph.adapters import adapter_of
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, describe
+from ortops.graph.files import loading
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.tensor import Names
 from ortops.surgery.channel_rules import follow, pieces
 from ortops.surgery.channels import Channels, Labels
 from ortops.surgery.reading import Array, inferred, integers, logger, read, refuse_training
-
-__all__ = ["ChannelGroup", "channel_groups", "prune"]
 
 _QUANTIZED = re.compile(
     r"Q(Attention|Gemm|Linear|MoE)|QuantizeLinear|Integer|NBits|Bnb4|BlockQuantized|"
@@ -57,7 +55,7 @@ class ChannelGroup:
     reason: str
 
 
-@convert.blame_model
+@loading.blame_model
 def channel_groups(model: ModelLike, *, keep: str | Sequence[str] = ()) -> list[ChannelGroup]:
     """Returns the groups of channels of a model, and whether `prune` may remove some of them.
 
@@ -81,7 +79,7 @@ def channel_groups(model: ModelLike, *, keep: str | Sequence[str] = ()) -> list[
     return [group.report() for group in _Pruning(*read(model), _names("keep", keep)).groups]
 
 
-@convert.blame_model
+@loading.blame_model
 def prune(
     model: ModelLike,
     ratio: float | Mapping[str, float],

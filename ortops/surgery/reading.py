@@ -13,23 +13,9 @@ import onnxruntime
 
 from ortops.errors import ModelError
 from ortops.graph import convert
-from ortops.graph.convert import ModelLike
-from ortops.graph.files import external
+from ortops.graph.files import external, loading
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.shapes import infer_shapes
-
-__all__ = [
-    "Array",
-    "constant",
-    "dimensions",
-    "drop_unread",
-    "inferred",
-    "integers",
-    "logger",
-    "model_of",
-    "open_model",
-    "read",
-    "refuse_training",
-]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -47,7 +33,7 @@ _LIKE_INPUTS = (
 
 def read(model: ModelLike) -> tuple[ir.Model, onnx.ModelProto, Path | None]:
     """Returns a model to change, the proto that it was read from, and the folder of its file."""
-    proto, folder = convert.load(model)
+    proto, folder = loading.load(model)
     return convert.to_ir(proto, folder), proto, folder
 
 

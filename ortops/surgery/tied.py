@@ -10,15 +10,13 @@ import onnx_ir as ir
 
 from ortops._common.arguments import text
 from ortops.errors import ArgumentError, ModelError, did_you_mean
-from ortops.graph import convert
-from ortops.graph.convert import ModelLike
+from ortops.graph.files import loading
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.tensor import Names
 from ortops.surgery.reading import logger, read, refuse_training
 
-__all__ = ["untie"]
 
-
-@convert.blame_model
+@loading.blame_model
 def untie(model: ModelLike, names: str | Sequence[str] | None = None) -> onnx.ModelProto:
     """Returns a model in which each node that reads a shared weight has its own copy.
 

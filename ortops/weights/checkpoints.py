@@ -22,8 +22,6 @@ from ortops.graph.files.opening import file_in_folder, open_regular
 from ortops.graph.limits import LIMITS
 from ortops.graph.safetensors import map_safetensors
 
-__all__ = ["Checkpoint", "Tensors", "read_checkpoint"]
-
 Checkpoint: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str]"
 """A dict of arrays or torch tensors by name, or the path of a file."""
 

@@ -12,8 +12,6 @@ import onnx_ir as ir
 from ortops._common.numbers import Array
 from ortops.errors import ModelError
 
-__all__ = ["cast", "is_informative", "orders", "same", "scaled_channels", "squeezed"]
-
 _PRECISIONS = (np.dtype("f8"), np.dtype("f4"), np.dtype("f2"), ir.DataType.BFLOAT16.numpy())
 _PROBES = 16  # elements to compare before whole tensors
 _MOST_AXES = 5

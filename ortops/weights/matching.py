@@ -9,13 +9,11 @@ import numpy as np
 
 from ortops._common.numbers import Array
 from ortops.errors import UnsupportedError
-from ortops.graph.convert import ModelLike
+from ortops.graph.files.loading import ModelLike
 from ortops.weights.checkpoints import Checkpoint, Tensors, read_checkpoint
 from ortops.weights.layouts import is_informative, orders, same, scaled_channels, squeezed
 from ortops.weights.names import Names, Part, Place
 from ortops.weights.readers import Read, read_model
-
-__all__ = ["find_names", "match"]
 
 _MEAN, _VARIANCE = ".running_mean", ".running_var"
 

@@ -14,10 +14,8 @@ from ortops.engine.summary import text_of
 from ortops.engine.trainable.write_back import NAMES_KEY
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph import convert
-from ortops.graph.convert import ModelLike
 from ortops.graph.files.json_metadata import read_metadata, where, write_metadata
-
-__all__ = ["Names", "NamesLike", "Part", "Place", "stored"]
+from ortops.graph.files.loading import ModelLike
 
 _REMEDY = "match the model with its checkpoint again (ortops.weights.match)"
 

@@ -9,12 +9,10 @@ import onnx_ir as ir
 from ortops._common.numbers import Array
 from ortops.engine.building.parameters import readers, scopes_of, why_not
 from ortops.graph import convert
-from ortops.graph.convert import ModelLike
-from ortops.graph.files import external
+from ortops.graph.files import external, loading
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.weights import Weight, lift, weights
-
-__all__ = ["Read", "read_model", "read_weights"]
 
 _NORMALIZED = {1: "weight", 2: "bias"}
 
@@ -71,7 +69,7 @@ class Read:
         return self.weight.array()
 
 
-@convert.blame_model
+@loading.blame_model
 def read_model(model: ModelLike) -> tuple[external.LightModel, dict[str, Read]]:
     """Returns a light model and its floating-point tensors (see `read_weights`)."""
     light = convert.load_light(model)

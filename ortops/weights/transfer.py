@@ -14,8 +14,8 @@ from ortops._common.numbers import Array
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph import convert
-from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.safetensors import write_safetensors
 from ortops.graph.weights import Weight, weights
 from ortops.weights.checkpoints import Checkpoint, Tensors, read_checkpoint
@@ -23,8 +23,6 @@ from ortops.weights.layouts import cast
 from ortops.weights.matching import find_names
 from ortops.weights.names import Names, NamesLike, Place, stored
 from ortops.weights.readers import read_model, read_weights
-
-__all__ = ["load", "save"]
 
 logger = logging.getLogger("ortops")
 

@@ -29,8 +29,6 @@ from ortops.engine.training.feeds import Input
 from ortops.errors import ArgumentError, KernelError, UnsupportedError
 from ortops.graph.edit import describe
 
-__all__ = ["jax_function"]
-
 Kind: TypeAlias = Literal["jvp", "vjp"]
 
 _X64 = "call jax.config.update('jax_enable_x64', True) first"

@@ -21,8 +21,6 @@ from ortops.engine.training.feeds import Input
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
 from ortops.graph.edit import describe
 
-__all__ = ["pytensor_op"]
-
 
 def pytensor_op(function: Function) -> Op:
     """Returns an Op; see `Function.pytensor`."""

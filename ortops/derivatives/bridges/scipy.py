@@ -13,8 +13,6 @@ from ortops.derivatives.function import Function
 from ortops.engine.training.feeds import Input
 from ortops.errors import ArgumentError, FeedError, did_you_mean
 
-__all__ = ["ScipyFunctions", "scipy_functions"]
-
 Shapes: TypeAlias = (
     int | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int] | None] | None
 )

@@ -25,8 +25,6 @@ from ortops.engine.training.feeds import Input
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
 from ortops.graph.edit import describe
 
-__all__ = ["OnnxModule"]
-
 Tensor: TypeAlias = Any
 """A torch.Tensor."""
 

@@ -16,18 +16,18 @@ from ortops.engine.building.preparation import BatchNormalization, Place
 from ortops.engine.trainable.metadata import entry_names
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph import convert
-from ortops.graph.convert import MINIMUM_OPSET, ModelLike
+from ortops.graph.convert import MINIMUM_OPSET
+from ortops.graph.files import loading
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.loading import ModelLike
 from ortops.losses import LossLike
 from ortops.optimizers import Optimizer, UpdateRule
-
-__all__ = ["add_training"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 @explains_arguments(**ARGUMENTS_OF_BUILD)
-@convert.blame_model
+@loading.blame_model
 @pause_collection()
 def add_training(
     model: ModelLike,

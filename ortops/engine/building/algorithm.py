@@ -15,12 +15,10 @@ import onnx_ir as ir
 from ortops.engine.lowering import TRAINING_DOMAIN
 from ortops.graph.edit import all_nodes, ancestor_nodes, inner_graphs
 from ortops.graph.files import external
-from ortops.graph.files.external import ITEM_SIZES, Computed, LightModel, Reference
-from ortops.graph.files.messages import BIG
+from ortops.graph.files.external import Computed, LightModel, Reference
+from ortops.graph.files.messages import BIG, ITEM_SIZES
 from ortops.graph.files.serialization import BOUND_DOMAIN, name_tensors
 from ortops.graph.tensor import Tape, Tensor, op
-
-__all__ = ["Algorithm", "write_algorithm"]
 
 _TRAINING_INFO_IR_VERSION = 7
 

@@ -52,26 +52,17 @@ from ortops.engine.trainable.metadata import (
 from ortops.engine.trainable.step_graph import flatten
 from ortops.engine.trainable.training_mode import TrainingCopies, copy_in_training_mode, reveal
 from ortops.errors import ArgumentError, ModelError, OrtopsError
-from ortops.graph import convert
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import ancestor_nodes
-from ortops.graph.files import external
+from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import operators_of_domain
 from ortops.graph.files.saving import write_model
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import Loss, LossLike
 from ortops.losses.loss import Function
 from ortops.optimizers import Optimizer, UpdateRule
-
-__all__ = [
-    "Plan",
-    "build_light",
-    "build_training_file",
-    "build_training_model",
-    "plan_training",
-]
 
 logger = logging.getLogger("ortops")
 
@@ -272,7 +263,7 @@ def build_training_file(
     write_model(path, result)
 
 
-@convert.blame_model
+@loading.blame_model
 @pause_collection()
 def build_light(
     model: ModelLike | LightModel,

@@ -11,8 +11,6 @@ from ortops._common.arguments import number
 from ortops.graph.tensor import Tensor, op
 from ortops.optimizers.optimizer import as_float32
 
-__all__ = ["Clipping", "times"]
-
 _EPSILON = 1e-6
 
 

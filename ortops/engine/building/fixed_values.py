@@ -17,8 +17,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["is_fixed_kernel", "is_geometric", "mask_kind", "table_kind"]
-
 Array: TypeAlias = npt.NDArray[np.float64]
 
 _SHORTEST = 8  # fewer numbers look like a table by chance

@@ -17,8 +17,6 @@ from ortops.engine.building.parameters import ScopeNames, matches
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.optimizers import Custom, Optimizer
 
-__all__ = ["Groups", "difference", "optimizers_of", "ratio"]
-
 Groups: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Settings of the optimizer for some parameters, by names or patterns as in ``trainable``."""
 

@@ -25,22 +25,6 @@ from ortops.graph.edit import ELEMENTWISE, all_nodes, describe, inner_graphs
 from ortops.graph.files.external import ends
 from ortops.graph.tensor import constant_tensor
 
-__all__ = [
-    "UNREAD",
-    "Choice",
-    "Reader",
-    "ScopeNames",
-    "choose",
-    "listed_with_reasons",
-    "matches",
-    "names_in",
-    "quantized",
-    "read_scopes",
-    "readers",
-    "scopes_of",
-    "why_not",
-]
-
 _MICROSOFT = "com.microsoft"
 
 SETTINGS: Mapping[tuple[str, str], Collection[int]] = {

@@ -19,17 +19,15 @@ from ortops.errors import ArgumentError, ModelError
 from ortops.graph import convert
 from ortops.graph.adapters import Adapter, adapter_of
 from ortops.graph.autodiff.rules import RULES
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, describe, read_inputs
 from ortops.graph.faults import write_vector_first
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import describe_node
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names
 from ortops.graph.weights import Origin, lift, weights
-
-__all__ = ["BatchNormalization", "Place", "Prepared", "prepare_for_training"]
 
 BatchNormalization: TypeAlias = Literal["auto", "train", "frozen"]
 """Which BatchNormalization layers use batch statistics."""

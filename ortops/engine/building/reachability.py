@@ -18,8 +18,6 @@ from ortops.graph.autodiff.rules import RULES
 from ortops.graph.edit import ancestor_nodes, describe, read_inputs
 from ortops.graph.tensor import Tensor
 
-__all__ = ["passed_through", "reached"]
-
 _TRAINED = (
     *(ir.DataType.FLOAT16, ir.DataType.BFLOAT16),
     *(ir.DataType.FLOAT, ir.DataType.DOUBLE),

@@ -11,8 +11,6 @@ import numpy as np
 from ortops import losses, optimizers
 from ortops.errors import OrtopsError
 
-__all__ = ["arguments_of", "recipe_of"]
-
 
 def recipe_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of `ortops.build_training_model` as far as JSON can hold them.

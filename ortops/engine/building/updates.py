@@ -20,17 +20,6 @@ from ortops.graph.tensor import Tape, Tensor, op
 from ortops.optimizers import Optimizer
 from ortops.schedules import Schedule
 
-__all__ = [
-    "SMALLEST_SCALE",
-    "LossScaling",
-    "Rates",
-    "Updates",
-    "as_float32",
-    "emit_gradients",
-    "infinite_entries",
-    "unless_skipped",
-]
-
 _16_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)  # whose parameters have float32 masters
 
 _LARGEST_TABLE = 2**24  # a table of biases has fewer elements

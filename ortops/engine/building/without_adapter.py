@@ -11,8 +11,6 @@ from ortops.graph.adapters import Adapter
 from ortops.graph.edit import ancestor_nodes, copy_node, inner_graphs, read_inputs
 from ortops.graph.tensor import Tape
 
-__all__ = ["without_adapter"]
-
 
 def without_adapter(
     tape: Tape,

@@ -2,8 +2,3 @@
 
 See `ortops.compose` and `ortops.split`.
 """
-
-from ortops.engine.composition.composing import compose
-from ortops.engine.composition.splitting import split
-
-__all__ = ["compose", "split"]

@@ -13,12 +13,10 @@ import onnx
 from ortops.engine.composition.parts import Part, all_graphs, logger, read_parts
 from ortops.engine.composition.record import METADATA_KEY, Record, records_text
 from ortops.errors import ArgumentError, ModelError, did_you_mean
-from ortops.graph.convert import ModelLike
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.tensor import Names
-
-__all__ = ["compose"]
 
 Key: TypeAlias = tuple[str, str]
 """The name of a part, and of a value of it."""

@@ -18,8 +18,6 @@ from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import node_graphs
 from ortops.graph.weights import lift
 
-__all__ = ["Part", "all_graphs", "read_parts"]
-
 _INITIALIZERS_MAY_BE_INPUTS_OR_NOT = 4  # the first IR version with initializers beside inputs
 
 logger = logging.getLogger("ortops")

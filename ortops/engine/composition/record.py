@@ -11,8 +11,6 @@ import onnx
 from ortops.errors import ModelError
 from ortops.graph.files.json_metadata import Entry, read_metadata, where
 
-__all__ = ["METADATA_KEY", "Record", "read_records", "records_text"]
-
 METADATA_KEY = "ortops.composition"
 _REMEDY = "compose the models again with ortops.compose"
 

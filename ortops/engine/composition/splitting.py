@@ -11,16 +11,14 @@ from ortops.engine.trainable.write_back import write_back
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph import convert
 from ortops.graph.adapters import adapter_of
-from ortops.graph.convert import ModelLike
-from ortops.graph.files import external
+from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import node_graphs
 from ortops.graph.tensor import Names
 
-__all__ = ["split"]
 
-
-@convert.blame_model
+@loading.blame_model
 def split(
     model: ModelLike, originals: Mapping[str, ModelLike] | None = None
 ) -> dict[str, onnx.ModelProto]:

@@ -17,9 +17,6 @@ from ortops.engine.execution.memory import Device, DeviceArray, Memory, fetch, o
 from ortops.engine.execution.onnxruntime_sessions import errors_as_ours, inputs_elsewhere
 from ortops.engine.inference import InferenceSession
 
-__all__ = ["Binding", "overwriting"]
-
-
 _COPIED = 2**20  # the largest outputs, in bytes, that are copied from onnxruntime's memory
 
 

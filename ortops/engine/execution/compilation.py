@@ -20,8 +20,6 @@ from ortops._common.numbers import Array
 from ortops.engine.execution.translation import Translation
 from ortops.errors import OrtopsError
 
-__all__ = ["Call", "Function", "compiled", "has_compiler"]
-
 Function: TypeAlias = Callable[[int, int], None]
 """A compiled formula: see `Translation.name` for its arguments. It runs without the GIL.
 

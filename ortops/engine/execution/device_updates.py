@@ -15,8 +15,6 @@ from ortops.engine.execution.update_groups import is_scalar
 from ortops.graph.edit import ancestor_nodes
 from ortops.graph.tensor import Names
 
-__all__ = ["REMOVES_COPIES", "copy_last"]
-
 REMOVES_COPIES = "EliminateIdentity"
 """onnxruntime's optimizer that would remove the copies."""
 

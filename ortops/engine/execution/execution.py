@@ -44,9 +44,6 @@ from ortops.errors import OrtopsError, UnsupportedError
 from ortops.graph.autodiff.registry import Rules
 from ortops.graph.passes.rematerialization import Checkpoint, check, computed_names
 
-__all__ = ["Execution", "output_labels"]
-
-
 _COMPILED_CALL = 2e-5  # seconds: a call of an update that is not part of the gradient graph
 _COMPILED_SHARE = 0.03  # of a step, from which on making its graph anew is worthwhile
 

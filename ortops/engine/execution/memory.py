@@ -18,20 +18,6 @@ import onnxruntime
 from ortops._common.numbers import Array
 from ortops.errors import KernelError, UnsupportedError
 
-__all__ = [
-    "Device",
-    "DeviceArray",
-    "Memory",
-    "device_of",
-    "fetch",
-    "give_back",
-    "hold",
-    "ort_value",
-    "put",
-    "put_all",
-]
-
-
 _DEVICES = {
     "CANNExecutionProvider": "cann",
     "CUDAExecutionProvider": "cuda",

@@ -20,15 +20,6 @@ from ortops.engine.inference import InferenceSession, lend, open_lowered
 from ortops.errors import FREE_BATCH, KernelError, OrtopsError, UnsupportedError, is_raised_by
 from ortops.graph.passes import passes_for
 
-__all__ = [
-    "Sessions",
-    "UpdateKernels",
-    "errors_as_ours",
-    "inputs_elsewhere",
-    "inputs_here",
-    "run_session",
-]
-
 UpdateKernels: TypeAlias = Literal["auto", "onnx", "python", "compiled"]
 
 _COPIED_OPTIONS = (

@@ -16,9 +16,6 @@ from ortops.engine.execution.update_groups import Group, is_safe_in_place
 from ortops.graph.passes.scaled_sums import MULTIPLE, arranged, expand
 from ortops.graph.tensor import IR_VERSION, Tape, op
 
-__all__ = ["Packed", "Variable"]
-
-
 _ALIGNMENT = 16  # elements
 
 

@@ -14,8 +14,6 @@ import onnxruntime
 from ortops.engine.execution.providers import CPU
 from ortops.graph.edit import all_nodes
 
-__all__ = ["RECORDS", "PlacedNode", "log_fallback", "name_nodes", "nodes_of", "placed_nodes"]
-
 RECORDS = "session.record_ep_graph_assignment_info"
 """The option of a session with which onnxruntime records where nodes run."""
 

@@ -16,8 +16,6 @@ import onnxruntime
 
 from ortops.errors import ArgumentError, OrtopsError, UnsupportedError, did_you_mean
 
-__all__ = ["CPU", "WEBGPU", "Provider", "check_float16", "choose_providers", "why_unusable"]
-
 Provider: TypeAlias = tuple[str, dict[str, str]]
 """The name of a provider and its options, as onnxruntime takes them."""
 

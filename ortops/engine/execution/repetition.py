@@ -16,9 +16,6 @@ from ortops.engine.execution.packed import Packed
 from ortops.engine.inference import InferenceSession
 from ortops.graph.tensor import IR_VERSION, Names, Tape, op
 
-__all__ = ["LOSSES", "Repetition", "repeat", "stacked", "state_output"]
-
-
 LOSSES = "losses"
 """The output with the loss of each step."""
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from ortops.engine.execution.memory import Device
 from ortops.errors import ArgumentError, did_you_mean
-from ortops.graph.passes import Pass, passes_for
-
-__all__ = ["PackedUpdate", "SessionReport", "Settings"]
+from ortops.graph.passes import passes_for
+from ortops.graph.passes.draft import Pass
 
 _SHOWN = 6
 """How many names a line of a report has."""

@@ -14,8 +14,6 @@ from ortops.engine.execution.placement import PlacedNode, nodes_of
 from ortops.engine.execution.template import Template
 from ortops.engine.execution.variant import Variant
 
-__all__ = ["Buffers", "CachedStep", "ShapeCache"]
-
 Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 Buffers: TypeAlias = Callable[[int, int], Callable[[str], tuple[Memory, Memory]]]
 """Maps the number of a part and a turn to a function that returns the memory of a variable."""

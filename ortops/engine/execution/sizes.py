@@ -10,8 +10,6 @@ from ortops.engine.lowering import infer_types
 from ortops.graph.edit import all_nodes
 from ortops.graph.folding import fold
 
-__all__ = ["bind_sizes", "sizes_in"]
-
 
 def sizes_in(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Returns the sizes of a model's symbolic input dimensions for feeds of given shapes."""

@@ -16,9 +16,6 @@ from ortops.engine.execution.packed import Variable
 from ortops.engine.execution.shape_cache import ShapeCache
 from ortops.engine.execution.split_step_graphs import Cut
 
-__all__ = ["Differentiated", "Layout", "SplitStep"]
-
-
 _ALIGNMENT = 16  # elements
 
 

@@ -24,8 +24,6 @@ from ortops.graph.edit import (
 )
 from ortops.graph.tensor import Names, Tape, Tensor, op
 
-__all__ = ["Cut", "cut", "differentiated", "next_values"]
-
 
 @dataclass(frozen=True)
 class Cut:

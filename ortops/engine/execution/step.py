@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-__all__ = ["Step"]
-
 
 @dataclass(frozen=True)
 class Step:

@@ -17,12 +17,10 @@ from ortops.engine.execution.onnxruntime_sessions import run_session
 from ortops.engine.execution.providers import CPU
 from ortops.engine.execution.step import Step
 from ortops.engine.inference import open_lowered
-from ortops.engine.lowering import to_proto
 from ortops.errors import UnsupportedError
 from ortops.graph.autodiff.gradient_node import Bound, is_bound, name_attributes
 from ortops.graph.edit import ancestor_nodes, copy_node, describe, prune, read_inputs
-
-__all__ = ["StringFront", "separate_strings"]
+from ortops.graph.files.serialization import to_proto
 
 
 @dataclass(frozen=True)

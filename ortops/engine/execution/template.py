@@ -31,8 +31,6 @@ from ortops.graph.passes import scaled_sums
 from ortops.graph.passes.rematerialization import Checkpoint, Rematerialization, names_in
 from ortops.graph.tensor import Names
 
-__all__ = ["Template"]
-
 _NOT_ELEMENTWISE = "it is not elementwise"
 _IN_BACKWARD = "it is part of the backward pass"
 

@@ -25,9 +25,6 @@ from ortops.graph.passes.scaled_sums import DOMAIN as SCALED_SUMS
 from ortops.graph.passes.scaled_sums import adds_to_zero
 from ortops.graph.tensor import constant_tensor
 
-__all__ = ["Translation", "translate"]
-
-
 _FLOATS = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
 _16_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _MEMORY = {

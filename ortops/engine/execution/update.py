@@ -20,9 +20,7 @@ from ortops.engine.execution.memory import ort_value
 from ortops.engine.execution.onnxruntime_sessions import Sessions, errors_as_ours
 from ortops.engine.execution.packed import Packed
 from ortops.engine.execution.translation import Translation
-from ortops.engine.lowering import to_proto
-
-__all__ = ["CompiledUpdate", "ReplaceableUpdate", "SharedUpdate", "Update"]
+from ortops.graph.files.serialization import to_proto
 
 Work: TypeAlias = Callable[[Mapping[str, Array]], None]
 

@@ -30,8 +30,6 @@ from ortops.graph.passes.scaled_sums import overwrites
 from ortops.graph.tensor import Tape, constant_tensor, op
 from ortops.optimizers import OPERATORS
 
-__all__ = ["Group", "Role", "is_safe_in_place", "is_scalar", "split"]
-
 Shape: TypeAlias = tuple[int, ...]
 
 _OF_SCALARS = ELEMENTWISE | {"ReduceSum"}

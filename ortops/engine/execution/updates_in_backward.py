@@ -20,8 +20,6 @@ from ortops.errors import UnsupportedError
 from ortops.graph.edit import ELEMENTWISE, read_inputs
 from ortops.graph.tensor import Names, Tape, op
 
-__all__ = ["check_updates", "order_updates", "put_updates_behind_gradients"]
-
 _SIZED = (  # of what onnxruntime's kernel of Size takes
     *(ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64, ir.DataType.INT32),
     ir.DataType.BOOL,

@@ -22,16 +22,14 @@ from ortops.engine.execution.repetition import Repetition, repeat
 from ortops.engine.execution.template import Template
 from ortops.engine.execution.update_groups import is_scalar
 from ortops.engine.execution.updates_in_backward import order_updates, put_updates_behind_gradients
-from ortops.engine.lowering import to_proto
 from ortops.graph.element_types import values_of_type
 from ortops.graph.files import external
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.passes.blocked import is_mostly_blocked
 from ortops.graph.passes.order import put_last_results_first
 from ortops.graph.passes.quantized_weights import dequantize_products
 from ortops.graph.passes.scaled_sums import expand
 from ortops.graph.tensor import Names, Tape, op
-
-__all__ = ["Variant"]
 
 _LENT = 2**24
 """Constants of at least this many bytes, such as frozen weights, are shared with onnxruntime."""

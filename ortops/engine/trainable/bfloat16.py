@@ -14,8 +14,6 @@ import onnx_ir as ir
 from ortops.graph.element_types import replace_type, values_of_type
 from ortops.graph.tensor import Names, Tape, op
 
-__all__ = ["compute_in_float32"]
-
 _FLOAT32, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 
 

@@ -24,9 +24,6 @@ from ortops._common.numbers import Array
 from ortops.engine.trainable import limited
 from ortops.errors import ModelError, UnsupportedError
 
-__all__ = ["Child", "ChildError", "run_in_child"]
-
-
 _OUT_OF_MEMORY = ("MemoryError", "bad_alloc", "bad allocation", "Failed to allocate memory")
 """Messages of Python, C++ and onnxruntime for a lack of memory."""
 

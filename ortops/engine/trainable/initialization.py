@@ -17,18 +17,16 @@ from ortops._common.numbers import Array
 from ortops.engine.execution.onnxruntime_sessions import run_session
 from ortops.engine.execution.providers import CPU
 from ortops.engine.inference import InferenceSession
-from ortops.engine.lowering import has_domain, lower
+from ortops.engine.lowering import lower
 from ortops.engine.trainable.child_process import run_in_child
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.edit import all_nodes, describe
-from ortops.graph.files import external
-from ortops.graph.files.external import ITEM_SIZES, LightModel
+from ortops.graph.files import external, loading
+from ortops.graph.files.external import LightModel
+from ortops.graph.files.messages import ITEM_SIZES, has_domain
 from ortops.graph.limits import LIMITS
 from ortops.graph.shapes import infer_shapes, may_be_equal
-
-__all__ = ["initial_values"]
-
 
 _FAST = frozenset(
     {
@@ -49,7 +47,7 @@ _CONSTANT = frozenset({"Constant", "ConstantOfShape", "Identity"})
 """Operators whose outputs are computed one at a time, when they are read."""
 
 
-@convert.blame_model
+@loading.blame_model
 def initial_values(
     model: LightModel,
     entry: int,

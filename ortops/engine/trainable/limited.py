@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["READY"]
-
 READY = b"ready\n"
 """What the process says when it has started."""
 

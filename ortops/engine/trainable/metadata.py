@@ -23,18 +23,6 @@ from ortops.graph.files.json_fields import (
 )
 from ortops.graph.files.json_metadata import read_metadata, where
 
-__all__ = [
-    "ENTRIES",
-    "MAIN",
-    "METADATA_KEY",
-    "LossPart",
-    "PredictionNote",
-    "TrainingMetadata",
-    "entry_names",
-    "entry_number",
-    "training_metadata",
-]
-
 METADATA_KEY = "ortops.training"
 """The metadata key of a JSON object with the names that training uses."""
 

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-__all__ = ["answer"]
-
 
 def answer(names: Sequence[str], model: bytes) -> tuple[list[Any], list[memoryview]]:
     """Runs a model without inputs, on the CPU and without optimizations.

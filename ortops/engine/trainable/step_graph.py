@@ -48,7 +48,6 @@ from ortops.graph.autodiff.gradient_node import (
     name_attributes,
 )
 from ortops.graph.autodiff.rules import RULES
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import (
     all_nodes,
     ancestor_nodes,
@@ -62,7 +61,9 @@ from ortops.graph.edit import (
     remove_unread,
 )
 from ortops.graph.faults import use_exact_products
+from ortops.graph.files import loading
 from ortops.graph.files.external import LightModel, detach
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import describe_node
 from ortops.graph.files.serialization import BOUND_DOMAIN, name_tensors, to_proto
 from ortops.graph.passes.rounding import ROUNDING
@@ -70,16 +71,6 @@ from ortops.graph.shapes import may_be_equal
 from ortops.graph.squashing import squashed
 from ortops.graph.tensor import Names, Tape, op
 from ortops.optimizers import OPERATORS
-
-__all__ = [
-    "GRADIENTS_KEY",
-    "STEP_GRAPH_KEY",
-    "Part",
-    "evaluation_model",
-    "flatten",
-    "step_graph",
-]
-
 
 STEP_GRAPH_KEY = "ortops.step_graph"
 """The metadata key of a JSON object {input: output}: which output feeds which input next."""
@@ -94,7 +85,7 @@ _OVERLOAD_IR_VERSION = 10
 _MERGED_SIZE = 8  # onnxruntime merges equal constants of at most this many elements
 
 
-@convert.blame_model
+@loading.blame_model
 def step_graph(
     model: ModelLike,
     *,
@@ -152,7 +143,7 @@ def step_graph(
         {'step': 'step_new', 'fc1.weight': 'fc1.weight_new', 'fc1.bias': 'fc1.bias_new'}
     """
     choice("part", part, (None, "gradients", "apply"))
-    proto, folder = convert.load(model)
+    proto, folder = loading.load(model)
     number = entry_number(proto, entry)
     _check_schedule(proto, number)
     step = flatten(detach(proto), number, folder)
@@ -352,7 +343,7 @@ class EvaluationModel:
     kinds: Mapping[str, tuple[str, int | None]]
 
 
-@convert.blame_model
+@loading.blame_model
 def evaluation_model(
     light: LightModel, entry: int, step: Step, tensors: Sequence[str], *, loss: bool
 ) -> EvaluationModel:

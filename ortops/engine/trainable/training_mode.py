@@ -27,15 +27,6 @@ from ortops.graph.edit import (
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, constant_tensor, op
 
-__all__ = [
-    "TrainingCopies",
-    "copy_in_training_mode",
-    "is_batch_normalization",
-    "reveal",
-    "uniform_bits",
-    "write_inference_mode",
-]
-
 
 @dataclass(frozen=True)
 class TrainingCopies:

@@ -14,15 +14,6 @@ from ortops.graph.files.messages import initializers, node_graphs
 from ortops.graph.weights import weights
 from ortops.surgery.branches import TWINS_KEY
 
-__all__ = [
-    "NAMES_KEY",
-    "keep_names",
-    "with_twins",
-    "write_back",
-    "write_inference_mode_to",
-    "write_values",
-]
-
 NAMES_KEY = "ortops.weights"
 """The key in ``metadata_props`` for the names of a checkpoint (`ortops.weights`)."""
 

@@ -17,8 +17,6 @@ from ortops.engine.trainable.step_graph import GRADIENTS_KEY, STEP_GRAPH_KEY, Pa
 from ortops.engine.training.state import State
 from ortops.errors import DivergedError, OrtopsError
 
-__all__ = ["Anomalies"]
-
 Array: TypeAlias = npt.NDArray[Any]
 Batch: TypeAlias = Mapping[str, Array]
 

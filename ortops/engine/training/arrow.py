@@ -19,8 +19,6 @@ from ortops.engine.training.row_data import RowData
 from ortops.errors import ArgumentError, FeedError
 from ortops.graph.files.opening import leads_out, open_regular
 
-__all__ = ["ARROW", "ArrowRows", "is_arrow", "open_arrow"]
-
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 ARROW = (".arrow", ".feather")

@@ -15,8 +15,6 @@ from ortops.engine.training.samples import Collate
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, FeedError, OrtopsError, UnsupportedError
 
-__all__ = ["find_batch_size"]
-
 _SHARE = 0.9
 """The share of the available memory that is used by default."""
 

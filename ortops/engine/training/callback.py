@@ -8,8 +8,6 @@ from typing import Any
 
 from ortops.engine.training.history import History
 
-__all__ = ["Callback", "Record"]
-
 
 @dataclass
 class Record:

@@ -16,8 +16,6 @@ from ortops.engine.training.state import check_dict
 from ortops.errors import OrtopsError, UnknownVariableError, did_you_mean
 from ortops.graph.files.messages import initializers
 
-__all__ = ["Constants"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 _FLOATS = (

@@ -21,8 +21,6 @@ from ortops.engine.training.row_data import RowData
 from ortops.engine.training.samples import Collate, check_collate, sample_rows
 from ortops.errors import FREE_BATCH, FeedError
 
-__all__ = ["Data", "Feeds", "RowData", "Source", "open_data", "rows", "weights_twice"]
-
 Data: TypeAlias = Any
 """A data set in one of the forms that `open_data` takes."""
 

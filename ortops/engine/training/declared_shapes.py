@@ -16,8 +16,6 @@ from ortops.engine.trainable.metadata import TrainingMetadata
 from ortops.engine.training.feeds import Input, Inputs
 from ortops.errors import ModelError
 
-__all__ = ["DeclaredShapes"]
-
 _MOST = 2**24
 """The largest number of elements of an output that is computed only to be compared."""
 

@@ -18,7 +18,6 @@ from ortops.engine.execution.memory import Memory
 from ortops.engine.execution.onnxruntime_sessions import run_session
 from ortops.engine.execution.providers import CPU
 from ortops.engine.inference import InferenceSession
-from ortops.engine.lowering import to_proto
 from ortops.engine.trainable.metadata import LossPart, PredictionNote, TrainingMetadata
 from ortops.engine.trainable.step_graph import evaluation_model
 from ortops.engine.training.data import Data, rows
@@ -31,11 +30,10 @@ from ortops.engine.training.training_metrics import Measured, TrainingMetrics, a
 from ortops.errors import ArgumentError, did_you_mean
 from ortops.graph.faults import disabled_optimizers
 from ortops.graph.files import external
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.row_axes import Pieces
 from ortops.metrics import Metric, StreamingMetric
 from ortops.metrics.metric import as_number
-
-__all__ = ["Evaluator"]
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -30,18 +30,16 @@ from ortops.engine.training.feeds import accepted_labels
 from ortops.engine.training.position import POSITION_KEY
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph import convert
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import merge_equal_nodes
-from ortops.graph.files import external
+from ortops.graph.files import external, loading
 from ortops.graph.files.atomic import TEMPORARY, siblings, write_together
 from ortops.graph.files.json_metadata import remove_metadata
 from ortops.graph.files.json_text import read_json
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.opening import read_regular
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.files.wire_format import byte_spans
 from ortops.graph.safetensors import dump_safetensors
-
-__all__ = ["FORMAT", "VERSION", "export_step"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -57,7 +55,7 @@ _PLACE = re.compile(r"(?:(https?://[\w.-]+(?::\d+)?)/|\.{0,2}/)?(?:[\w.~%@+-]+/)
 """An address of a folder, without what could end a string or a directive of the pages."""
 
 
-@convert.blame_model
+@loading.blame_model
 def export_step(
     model: ModelLike,
     folder: str | os.PathLike[str],

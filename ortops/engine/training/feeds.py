@@ -22,17 +22,6 @@ from ortops.graph.labels import Labels, read_labels
 from ortops.graph.row_axes import RowAxes, row_axes, rows_to
 from ortops.graph.tensor import numpy_dtype
 
-__all__ = [
-    "Checked",
-    "ClassWeights",
-    "Feeds",
-    "Input",
-    "Inputs",
-    "fitted_array",
-    "listed",
-    "to_array",
-]
-
 logger = logging.getLogger("ortops")
 
 Array: TypeAlias = npt.NDArray[Any]

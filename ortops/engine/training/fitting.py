@@ -50,8 +50,6 @@ from ortops.engine.training.validation_split import split_source
 from ortops.errors import ArgumentError, DivergedError, OrtopsError
 from ortops.metrics import Metric, StreamingMetric
 
-__all__ = ["Shared", "StepStrategy", "Trainer", "fit"]
-
 Array: TypeAlias = npt.NDArray[Any]
 Batch: TypeAlias = Mapping[str, Array]
 Note: TypeAlias = Callable[[Mapping[str, Array]], object]

@@ -16,19 +16,6 @@ import numpy.typing as npt
 
 from ortops.graph.row_axes import along
 
-__all__ = [
-    "as_cell",
-    "columns",
-    "csv_text",
-    "dense",
-    "is_array",
-    "is_lazy",
-    "is_numeric",
-    "is_stored_table",
-    "is_table",
-    "take",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 RowIndex: TypeAlias = slice | npt.NDArray[np.integer[Any]]
 

@@ -17,17 +17,6 @@ from ortops.engine.trainable.metadata import LossPart
 from ortops.engine.training.feeds import fitted_array
 from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 
-__all__ = [
-    "Accumulation",
-    "Gradients",
-    "Origin",
-    "Summand",
-    "check_gradients",
-    "collect",
-    "number_of",
-    "numbers_of",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-__all__ = ["History"]
-
 _TIMES = frozenset(("seconds",))
 
 

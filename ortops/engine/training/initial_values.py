@@ -16,12 +16,10 @@ from ortops.engine.trainable.metadata import entry_number
 from ortops.engine.training.state import check_master, is_rounded
 from ortops.errors import ModelError
 from ortops.graph import convert
-from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import initializers
-
-__all__ = ["Values", "computed", "copy_to_memory", "given_values"]
 
 Array: TypeAlias = npt.NDArray[Any]
 

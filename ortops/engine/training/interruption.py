@@ -9,8 +9,6 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-__all__ = ["Interruption"]
-
 _DEFAULTS: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL}
 if hasattr(signal, "SIGHUP"):  # Windows has none
     _DEFAULTS["SIGHUP"] = signal.SIG_DFL

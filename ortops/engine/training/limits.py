@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from ortops._common.arguments import number, whole_number
 from ortops.errors import ArgumentError
 
-__all__ = ["DEV_STEPS", "Limits", "checked_limits"]
-
 DEV_STEPS = 3
 """The number of steps, and of batches of validation, with ``fast_dev_run=True``."""
 

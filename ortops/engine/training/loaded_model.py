@@ -47,14 +47,12 @@ from ortops.engine.training.position import ResumeState, read_position
 from ortops.engine.training.state import State, check_dict, masters
 from ortops.errors import ArgumentError, ModelError, OrtopsError, UnknownVariableError, did_you_mean
 from ortops.graph.autodiff.rules import RULES
-from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import initializers
 from ortops.graph.passes.rematerialization import Checkpoint
 from ortops.graph.row_axes import row_axes_of_model
-
-__all__ = ["LoadedModel", "changes", "reads"]
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import onnx
 
 from ortops._common.uninterrupted import finished_at_exit
-from ortops.engine.lowering import TRAINING_DOMAIN, has_domain, to_proto
+from ortops.engine.lowering import TRAINING_DOMAIN
 from ortops.engine.trainable.metadata import METADATA_KEY
 from ortops.engine.trainable.training_mode import write_inference_mode
 from ortops.engine.trainable.write_back import (
@@ -27,14 +27,13 @@ from ortops.engine.training.loaded_model import LoadedModel, reads
 from ortops.engine.training.position import POSITION_KEY, FitArguments
 from ortops.errors import OrtopsError
 from ortops.graph import convert
-from ortops.graph.convert import ModelLike
 from ortops.graph.files import saving
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import remove_metadata, write_metadata
-from ortops.graph.files.messages import initializers
+from ortops.graph.files.loading import ModelLike
+from ortops.graph.files.messages import has_domain, initializers
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.limits import LIMITS
-
-__all__ = ["ModelFile", "bytes_digest"]
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -15,8 +15,6 @@ from ortops.engine.training.feeds import Inputs, listed
 from ortops.errors import ArgumentError, FeedError, did_you_mean
 from ortops.graph.row_axes import rows_to
 
-__all__ = ["Pad", "ragged_axes"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 logger = logging.getLogger("ortops")

@@ -27,16 +27,6 @@ from ortops.graph.files.json_fields import (
 from ortops.graph.files.json_metadata import read_metadata, where
 from ortops.graph.files.json_text import read_json
 
-__all__ = [
-    "POSITION_KEY",
-    "EpochState",
-    "FitArguments",
-    "Position",
-    "Progress",
-    "ResumeState",
-    "read_position",
-]
-
 POSITION_KEY = "ortops.fit"
 """The key in a trainable model's ``metadata_props`` for the position, as JSON."""
 

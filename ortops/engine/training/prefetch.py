@@ -11,8 +11,6 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Prefetcher"]
-
 _T = TypeVar("_T")
 
 _PATIENCE = 5.0

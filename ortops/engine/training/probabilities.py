@@ -12,8 +12,6 @@ from ortops._common.numbers import Array
 from ortops.engine.trainable.metadata import TrainingMetadata
 from ortops.errors import OrtopsError
 
-__all__ = ["warn_of_probabilities"]
-
 logger = logging.getLogger("ortops")
 
 

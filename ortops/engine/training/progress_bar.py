@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-__all__ = ["ProgressBar"]
-
 _WIDTH = 24
 _NARROWEST = 8
 _INTERVAL = 0.1  # seconds between two drawings

@@ -16,8 +16,6 @@ from ortops.graph.files.json_metadata import read_metadata, remove_metadata
 from ortops.losses import LossLike
 from ortops.optimizers import Optimizer, UpdateRule
 
-__all__ = ["rebuilt"]
-
 
 def rebuilt(
     model: onnx.ModelProto,

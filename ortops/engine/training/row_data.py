@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from ortops.engine.training.feeds import Feeds, Inputs
 
-__all__ = ["RowData"]
-
 
 class RowData(ABC):
     """A data set of rows that are read by number, such as those of `ortops.data`.

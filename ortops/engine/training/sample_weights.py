@@ -18,8 +18,6 @@ from ortops.engine.training.data import Source, open_data, weights_twice
 from ortops.engine.training.feeds import ClassWeights, Inputs
 from ortops.errors import ArgumentError, FeedError, did_you_mean
 
-__all__ = ["ClassWeight", "SampleWeight", "Weighed", "weigh"]
-
 SampleWeight: TypeAlias = Any
 """An array with a weight for each row, or the name of a column of the data; None for none."""
 

@@ -15,8 +15,6 @@ from ortops.engine.training.padding import Pad, ragged_axes
 from ortops.engine.training.row_data import RowData, in_batches
 from ortops.errors import ArgumentError, FeedError
 
-__all__ = ["Collate", "SampleRows", "check_collate", "grouped", "sample_rows"]
-
 Collate: TypeAlias = Callable[[list[Any]], Feeds] | Pad | str
 """What makes a batch of samples: a function, a `Pad`, or ``"pad"``."""
 

@@ -13,8 +13,6 @@ from ortops.engine.training.position import FitArguments
 from ortops.engine.training.state import State
 from ortops.errors import ArgumentError
 
-__all__ = ["planned_steps", "set_length"]
-
 
 class _Trainer(Protocol):
     @property

@@ -20,9 +20,9 @@ from ortops.engine.execution.onnxruntime_sessions import UpdateKernels
 from ortops.engine.execution.settings import SessionReport, Settings
 from ortops.engine.training.callback import Callback
 from ortops.engine.training.constants import Constants
-from ortops.engine.training.data import Data, Feeds
+from ortops.engine.training.data import Data
 from ortops.engine.training.evaluation import Evaluator
-from ortops.engine.training.feeds import Inputs
+from ortops.engine.training.feeds import Feeds, Inputs
 from ortops.engine.training.fitting import StepStrategy, Trainer, fit
 from ortops.engine.training.gradients import Gradients
 from ortops.engine.training.history import History
@@ -36,16 +36,14 @@ from ortops.engine.training.steps import Steps
 from ortops.engine.training.training_metrics import TrainingMetrics
 from ortops.engine.training.turns import LearningRates, Turns, check_lengths
 from ortops.errors import ArgumentError, OrtopsError
-from ortops.graph import convert
-from ortops.graph.convert import ModelLike
+from ortops.graph.files import loading
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.loading import ModelLike
 from ortops.graph.passes.rematerialization import Checkpoint
 from ortops.losses import LossLike
 from ortops.metrics import Metric, StreamingMetric
 from ortops.metrics.metric import direction
 from ortops.optimizers import Optimizer, UpdateRule
-
-__all__ = ["TrainingSession"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -132,7 +130,7 @@ class TrainingSession:
         array([[0.875]], dtype=float32)
     """
 
-    @convert.blame_model
+    @loading.blame_model
     @finished_at_exit
     @pause_collection()
     def __init__(

@@ -22,8 +22,6 @@ from ortops.errors import (
     did_you_mean,
 )
 
-__all__ = ["State", "check_dict", "check_master", "is_rounded", "masters"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 

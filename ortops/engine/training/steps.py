@@ -14,13 +14,12 @@ import numpy.typing as npt
 from ortops._common.arguments import function
 from ortops._common.uninterrupted import finished_at_exit
 from ortops.engine.trainable.metadata import LossPart
-from ortops.engine.training.data import Feeds, rows
+from ortops.engine.training.data import rows
+from ortops.engine.training.feeds import Feeds
 from ortops.engine.training.fitting import StepStrategy
 from ortops.engine.training.gradients import Gradients, Origin, check_gradients, collect, numbers_of
 from ortops.engine.training.loaded_model import LoadedModel, changes
 from ortops.errors import ArgumentError, FeedError, OrtopsError, did_you_mean
-
-__all__ = ["Steps"]
 
 Array: TypeAlias = npt.NDArray[Any]
 

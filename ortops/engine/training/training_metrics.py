@@ -15,8 +15,6 @@ from ortops.errors import ModelError
 from ortops.metrics import StreamingMetric
 from ortops.metrics.metric import as_number
 
-__all__ = ["Measured", "TrainingMetrics", "add_batch", "read_states", "states_as_json"]
-
 Array: TypeAlias = npt.NDArray[Any]
 State: TypeAlias = Mapping[str, Any]
 

@@ -21,8 +21,6 @@ from ortops.engine.training.state import State
 from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 from ortops.metrics import Metric
 
-__all__ = ["LearningRates", "Turns", "check_lengths"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 _MOST = 10_000

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from ortops.engine.training.data import Source
 from ortops.errors import ArgumentError, FeedError
 
-__all__ = ["hold_out", "split_source"]
-
 
 def hold_out(
     size: int, fraction: float, seed: int | None = None, *, name: str, unit: str = "rows"

@@ -31,8 +31,6 @@ from ortops.graph.edit import attribute_values, describe, nodes_between
 from ortops.graph.shapes import map_sequences, unbroadcast
 from ortops.graph.tensor import Tape, Tensor
 
-__all__ = ["Site", "add_cotangents", "backward", "backward_to_inputs", "emit_definition"]
-
 
 @dataclass(frozen=True)
 class Site:

@@ -33,8 +33,6 @@ from ortops.graph.edit import (
 from ortops.graph.shapes import is_unknown
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor
 
-__all__ = ["can_be_expanded", "expand", "is_preview"]
-
 EXPANDED_DOMAIN = "ortops.expanded"
 """The private domain of nodes that are about to be replaced by a schema's function body."""
 

@@ -14,8 +14,6 @@ from ortops.graph.edit import describe, is_float, remove_node
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Tensor, op, shape_of
 
-__all__ = ["grad", "of_shape"]
-
 
 @overload
 def grad(y: Tensor, xs: Tensor, *, seed: Tensor | npt.ArrayLike | None = None) -> Tensor: ...

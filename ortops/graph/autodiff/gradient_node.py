@@ -36,20 +36,6 @@ from ortops.graph.files.serialization import BOUND_DOMAIN, map_types
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import VARIABLE, Names, Tape, Tensor, ones_like, op, zeros_like
 
-__all__ = [
-    "GRADIENT_DOMAINS",
-    "Bound",
-    "are_of_first_order",
-    "bind",
-    "bound_nodes",
-    "check",
-    "is_bound",
-    "is_gradient",
-    "lower_gradient",
-    "mark_variables",
-    "name_attributes",
-]
-
 GRADIENT_DOMAINS = DOMAINS
 """The domain in the specification, and the one that some exporters write instead."""
 

@@ -14,8 +14,6 @@ import onnx_ir as ir
 from ortops.graph.edit import MOVES, producer_of
 from ortops.graph.tensor import Tensor, op
 
-__all__ = ["guarded_values", "without_nan"]
-
 _SOURCES = ("LogSoftmax", "Softmax")
 _PASSING = MOVES | {
     "Add",

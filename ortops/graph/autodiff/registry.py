@@ -16,20 +16,6 @@ import onnx_ir as ir
 from ortops.graph.edit import is_float, read_inputs
 from ortops.graph.tensor import Tensor
 
-__all__ = [
-    "USER",
-    "AnyRule",
-    "Cotangents",
-    "Definition",
-    "NestedRule",
-    "Rule",
-    "Rules",
-    "StructuralRule",
-    "Table",
-    "ZeroRule",
-    "vjp",
-]
-
 Cotangents: TypeAlias = Tensor | tuple[Tensor | None, ...] | None
 """The return type of a rule: a cotangent or None for each input; a single one needs no tuple."""
 

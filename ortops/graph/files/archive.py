@@ -16,8 +16,6 @@ import numpy.typing as npt
 from ortops.errors import FeedError, did_you_mean
 from ortops.graph.limits import LIMITS
 
-__all__ = ["check_size", "read_arrays"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 _SUFFIX = ".npy"

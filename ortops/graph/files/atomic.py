@@ -22,25 +22,6 @@ try:
 except ImportError:  # Windows, where a file that is open can be neither moved nor removed
     fcntl = None
 
-__all__ = [
-    "TEMPORARY",
-    "copy_atomically",
-    "destination",
-    "folder_within",
-    "is_free",
-    "is_temporary",
-    "move",
-    "naming",
-    "new_file",
-    "remedy",
-    "remove_free",
-    "remove_litter",
-    "siblings",
-    "unique_sibling",
-    "write_atomically",
-    "write_together",
-]
-
 Content: TypeAlias = bytes | Callable[[BinaryIO], object]
 """The content of a file, or a function that writes it to an open file."""
 

@@ -44,38 +44,6 @@ from ortops.graph.files.messages import (
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.files.wire_format import ByteSpan, unknown_fields
 
-__all__ = [
-    "ITEM_SIZES",
-    "MESSAGE_LIMIT",
-    "Computed",
-    "Data",
-    "LightModel",
-    "Reference",
-    "content_of",
-    "copy_tensor",
-    "copy_to_memory",
-    "data_size",
-    "detach",
-    "ends",
-    "external_file",
-    "external_to_inputs",
-    "find",
-    "is_light",
-    "lend",
-    "let_go",
-    "move_aside",
-    "move_out",
-    "move_to_inputs",
-    "read_light",
-    "read_on_demand",
-    "refer",
-    "returned",
-    "serialize",
-    "set_later",
-    "too_large",
-    "without_data",
-]
-
 MESSAGE_LIMIT = 2**31 - 2**24
 """The maximum size in bytes of tensor data in a message: 2 GB, minus room for other fields."""
 

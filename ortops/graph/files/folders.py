@@ -12,8 +12,6 @@ from pathlib import Path
 
 import onnx
 
-__all__ = ["FOLDER_KEY", "forget", "note", "remember", "remembered"]
-
 FOLDER_KEY = "ortops.folder"
 """The metadata key of the reference; without meaning in other processes."""
 

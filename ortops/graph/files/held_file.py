@@ -53,8 +53,6 @@ try:
 except ImportError:  # Windows
     resource = None
 
-__all__ = ["HeldFile", "InFile", "hold", "read_message"]
-
 _MOST = 2**30  # the number of bytes to read at a time; systems read at most 2 GB
 _MOST_FIELDS = 10**6  # protobuf is faster for a file with more fields
 _MOST_OPEN = 256  # files with external data; fewer if the system's limit is low

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from ortops.errors import ModelError
 
-__all__ = ["BOOLEAN", "TEXT", "Expected", "array_of", "check_fields", "object_of", "or_null"]
-
 
 class Expected(NamedTuple):
     """What a value must be.

@@ -11,8 +11,6 @@ from ortops.errors import ModelError
 from ortops.graph.files.json_text import read_json
 from ortops.graph.limits import LIMITS
 
-__all__ = ["Entry", "read_metadata", "remove_metadata", "where", "write_metadata"]
-
 
 def where(key: str) -> str:
     """Returns the name of a metadata entry for messages."""

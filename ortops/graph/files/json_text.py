@@ -13,8 +13,6 @@ from ortops.errors import ModelError
 from ortops.graph.files.opening import read_regular
 from ortops.graph.limits import LIMITS
 
-__all__ = ["read_json", "read_settings"]
-
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # also an unterminated one
 _OTHERS = re.compile(r"[^][{}]+")
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}

@@ -25,8 +25,6 @@ from ortops.graph.files.opening import read_regular
 from ortops.graph.files.validation import validate
 from ortops.graph.files.wire_format import MOST_BYTES
 
-__all__ = ["ModelLike", "blame_model", "folder_of", "is_file", "load", "read_again", "readable"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -15,28 +15,6 @@ from ortops.errors import ModelError
 from ortops.graph.files.opening import is_cached, plain_path
 from ortops.graph.files.wire_format import unknown_fields
 
-__all__ = [
-    "BIG",
-    "DOMAINS",
-    "ITEM_SIZES",
-    "LOCATION",
-    "attribute_graphs",
-    "copy_model",
-    "data_size",
-    "describe_node",
-    "external_file",
-    "external_to_inputs",
-    "has_domain",
-    "initializers",
-    "is_light",
-    "location_of",
-    "node_graphs",
-    "nodes_within",
-    "operators_of_domain",
-    "size_of",
-    "without_big_data",
-]
-
 BIG = 1024
 """Data of more bytes are detached from light models (see `ortops.graph.files.external`)."""
 

@@ -11,15 +11,6 @@ from typing import BinaryIO
 from ortops.errors import FeedError, ModelError, OrtopsError
 from ortops.graph.files.atomic import naming
 
-__all__ = [
-    "file_in_folder",
-    "is_cached",
-    "leads_out",
-    "open_regular",
-    "plain_path",
-    "read_regular",
-]
-
 
 def open_regular(
     path: str | os.PathLike[str],

@@ -32,8 +32,6 @@ from ortops.graph.files.messages import data_size, initializers, is_light, locat
 from ortops.graph.files.opening import open_regular
 from ortops.graph.files.streaming import serialized_parts, write_data, write_parts
 
-__all__ = ["remove_model", "save_model", "write_model"]
-
 _DATA = ".data"  # the suffix of data files
 _BLOCK = 2**20  # the number of bytes of a model file to search at a time
 _ALIGNMENT = 4096  # in bytes, so that tensors can be mapped into memory

@@ -13,18 +13,6 @@ import onnx_ir as ir
 
 from ortops.graph.files.messages import node_graphs
 
-__all__ = [
-    "BOUND_DOMAIN",
-    "GRADIENT_DOMAIN",
-    "algorithm_names",
-    "from_proto",
-    "is_map",
-    "map_types",
-    "name_gradients",
-    "name_tensors",
-    "to_proto",
-]
-
 GRADIENT_DOMAIN = "ai.onnx.preview.training"
 """The domain of ONNX's Gradient operator."""
 

@@ -25,8 +25,6 @@ from ortops.graph.files.wire_format import (
     length_prefix,
 )
 
-__all__ = ["Part", "serialized_parts", "write_data", "write_parts"]
-
 _MARK = LOCATION.encode()
 _GRAPH: Tree = {INITIALIZER: {RAW_DATA: None}}
 _MODEL: Tree = {GRAPH: _GRAPH, TRAINING_INFO: {INITIALIZATION: _GRAPH, ALGORITHM: _GRAPH}}

@@ -20,8 +20,6 @@ from ortops.graph.files.messages import (
 )
 from ortops.graph.limits import LIMITS
 
-__all__ = ["validate"]
-
 _SIX_BITS = 0.75
 
 _TYPED_DATA: dict[int, tuple[str, int]] = {

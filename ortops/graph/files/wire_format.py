@@ -11,22 +11,6 @@ from typing import Any, NamedTuple
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-__all__ = [
-    "ALGORITHM",
-    "GRAPH",
-    "INITIALIZATION",
-    "INITIALIZER",
-    "MOST_BYTES",
-    "RAW_DATA",
-    "TRAINING_INFO",
-    "ByteSpan",
-    "FieldReader",
-    "MalformedError",
-    "byte_spans",
-    "length_prefix",
-    "unknown_fields",
-]
-
 GRAPH, TRAINING_INFO = 7, 20  # fields of a ModelProto
 INITIALIZATION, ALGORITHM = 1, 2  # of a TrainingInfoProto
 INITIALIZER = 5  # of a GraphProto

@@ -18,7 +18,7 @@ from ortops.graph.passes.broadcast_scalars import NUMBERS
 from ortops.graph.passes.chunked_logits import CHUNKED_LOGITS
 from ortops.graph.passes.computed_sizes import COMPUTED_SIZES
 from ortops.graph.passes.cross_entropy import CROSS_ENTROPY
-from ortops.graph.passes.draft import Draft, Pass, Runtime
+from ortops.graph.passes.draft import Pass, Runtime
 from ortops.graph.passes.gated_sums import GATED_SUMS
 from ortops.graph.passes.gelu import GELU
 from ortops.graph.passes.max_pool import MAX_POOL
@@ -35,8 +35,6 @@ from ortops.graph.passes.scattered_sums import SCATTERED_SUMS
 from ortops.graph.passes.swish import SWISH
 from ortops.graph.passes.transposed import TRANSPOSED
 from ortops.graph.passes.webgpu import WEBGPU, WEBGPU_SESSION
-
-__all__ = ["PASSES", "Draft", "Pass", "Runtime", "passes_for"]
 
 PASSES: tuple[Pass, ...] = (
     NORMAL_FORM,  # first, because the others look for its forms

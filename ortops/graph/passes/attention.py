@@ -17,8 +17,6 @@ from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
 from ortops.graph.tensor import Tape, constant_number, op, shape_of
 
-__all__ = ["ATTENTION"]
-
 _MANY = 4  # keys for each element of a value: then two Concats are cheaper than a Sub (measured)
 
 

@@ -8,8 +8,6 @@ from ortops.graph.passes.draft import ONNXRUNTIME
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
 from ortops.graph.tensor import Tape, Tensor, constant_tensor, op
 
-__all__ = ["NUMBERS"]
-
 
 @pattern("Add", "Div", "Mul", "Sub")
 def _next_to_column(node: ir.Node, tape: Tape) -> Result:

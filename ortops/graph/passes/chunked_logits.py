@@ -25,8 +25,6 @@ from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.shapes import size_of
 from ortops.graph.tensor import Tape, Tensor, op
 
-__all__ = ["CHUNKED_LOGITS"]
-
 _CLASSES = 4096
 """The number of classes from which on chunks are worth it."""
 

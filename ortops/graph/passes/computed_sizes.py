@@ -13,8 +13,6 @@ import onnx_ir as ir
 from ortops.graph.passes.draft import Pass
 from ortops.graph.shapes import is_unknown
 
-__all__ = ["COMPUTED_SIZES"]
-
 
 class _ComputedSizes(Pass):
     """Requests graphs for known sizes if these provide more than the inputs' symbolic dimensions.

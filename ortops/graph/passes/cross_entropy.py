@@ -14,8 +14,6 @@ from ortops.graph.passes.draft import ANYWHERE
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
 from ortops.graph.tensor import Tape, Tensor, op
 
-__all__ = ["CROSS_ENTROPY"]
-
 
 @pattern("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
 def _few_nodes(node: ir.Node, tape: Tape) -> Result:

@@ -12,8 +12,6 @@ from ortops.graph.autodiff.gradient_node import is_bound
 from ortops.graph.autodiff.registry import Rules
 from ortops.graph.tensor import Tensor, constant_number, op
 
-__all__ = ["clip_bounds", "equal_mask", "mask", "unbounded_values"]
-
 # The largest float32, so that its product with any positive normal number is at least 1.
 _STEEP = float(np.finfo(np.float32).max)
 

@@ -17,8 +17,6 @@ from ortops.graph.passes.scaled_sums import GATED_DOMAIN, gated_add, has_gated_a
 from ortops.graph.shapes import is_unknown
 from ortops.graph.tensor import Tape, Tensor, op
 
-__all__ = ["GATED_SUMS"]
-
 
 @dataclass
 class _Sum:

@@ -19,8 +19,6 @@ from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
 from ortops.graph.tensor import Tape, Tensor, constant_number, op
 
-__all__ = ["GELU"]
-
 _PARTS = ("Add", "Div", "Erf", "Gelu", "Mul", "Pow", "Tanh")
 _CUBIC = 0.044715
 _MOST_PARTS = 32  # of a product: its factors, and the products in it

@@ -18,8 +18,6 @@ from ortops.graph.passes.draft import ANYWHERE
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
 from ortops.graph.tensor import Tape, Tensor, op
 
-__all__ = ["MAX_POOL"]
-
 _TAPS = 16  # elements of the largest windows: each is compared
 
 

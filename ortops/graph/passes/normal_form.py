@@ -19,8 +19,6 @@ from ortops.graph.passes.draft import SESSION, Draft, Pass
 from ortops.graph.passes.rewrite import Pattern, Result, pattern, rewrite
 from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
 
-__all__ = ["NORMAL_FORM", "PATTERNS"]
-
 
 @pattern("Identity")
 def _identity(node: ir.Node, tape: Tape) -> Result:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-__all__ = ["put_last_results_first"]
-
 
 def put_last_results_first(graph: ir.Graph) -> None:
     """Moves nodes without consumers to the end, in reverse order.

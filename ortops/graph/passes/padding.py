@@ -11,8 +11,6 @@ from ortops.graph.edit import remove_unread
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.tensor import constant_tensor
 
-__all__ = ["PADDING"]
-
 
 class _Padding(Pass):
     """Fuses zero padding into convolutions, and removes empty padding."""

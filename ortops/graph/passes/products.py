@@ -19,15 +19,6 @@ from ortops.graph.passes.draft import ANYWHERE, ONNXRUNTIME
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
 from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
 
-__all__ = [
-    "LEFT_FACTORS",
-    "ROW_SUMS",
-    "SCALES",
-    "TRANSPOSES",
-    "fused_matmul",
-    "transpose_flags",
-]
-
 FUSED_DOMAIN = "com.microsoft"
 
 

@@ -23,8 +23,6 @@ from ortops.graph.passes.products import fused_matmul
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
 
-__all__ = ["QUANTIZED_WEIGHTS", "dequantize_products", "has_kernel"]
-
 _MICROSOFT = "com.microsoft"
 
 _BYTES = 2**26

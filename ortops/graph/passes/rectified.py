@@ -12,8 +12,6 @@ from ortops.graph.passes.draft import ANYWHERE, Draft, Pass
 from ortops.graph.passes.finite import clip_bounds, equal_mask, mask
 from ortops.graph.tensor import Tensor
 
-__all__ = ["RECTIFIED"]
-
 
 class _Rectified(Pass):
     """Selects the rules for float32 Relu and Clip nodes with finite cotangents."""

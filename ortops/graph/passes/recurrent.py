@@ -25,8 +25,6 @@ from ortops.graph.edit import attribute_values, remove_unread, replace_value
 from ortops.graph.passes.draft import ANYWHERE, Draft, Pass
 from ortops.graph.tensor import Tape, Tensor, op, zeros_like
 
-__all__ = ["RECURRENT"]
-
 DOMAIN = "ortops.recurrent"
 """The private domain of the placeholder nodes, one for each direction of an operator."""
 

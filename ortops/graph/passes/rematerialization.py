@@ -31,8 +31,6 @@ from ortops.graph.edit import (
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.tensor import Names, Tape, op, shape_of
 
-__all__ = ["Checkpoint", "Rematerialization", "check", "computed_names", "names_in"]
-
 Checkpoint: TypeAlias = Sequence[str] | int | Literal["sqrt"]
 """The names of the tensors to keep, or the number of tensors to choose."""
 

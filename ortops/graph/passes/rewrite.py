@@ -12,8 +12,6 @@ from ortops.graph.edit import remove_unread, replace_value, take_place
 from ortops.graph.passes.draft import SESSION, Draft, Pass, Runtime
 from ortops.graph.tensor import Names, Tape, Tensor
 
-__all__ = ["Pattern", "PatternPass", "Result", "pattern", "rewrite"]
-
 Result: TypeAlias = Tensor | Sequence[Tensor] | None
 """The replacements for all outputs of a node; None to keep the node."""
 

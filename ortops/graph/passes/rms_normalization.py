@@ -15,8 +15,6 @@ from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
 from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor
 
-__all__ = ["RMS_NORMALIZATION"]
-
 FUSED = "SimplifiedLayerNormalization"
 """onnxruntime's operator, in the standard domain."""
 

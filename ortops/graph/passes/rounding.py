@@ -9,8 +9,6 @@ from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
 from ortops.graph.tensor import Tape, constant_tensor, op
 
-__all__ = ["ROUNDING"]
-
 
 class _Rounding(Pass):
     """Replaces such nodes, except in loops, where the overhead of additional nodes matters."""

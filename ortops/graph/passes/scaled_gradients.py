@@ -18,8 +18,6 @@ from ortops.graph.passes.products import FUSED_DOMAIN, transpose_flags
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
 from ortops.graph.tensor import Tape, Tensor, op
 
-__all__ = ["SCALED_GRADIENTS"]
-
 _SHARE = 0.5
 """The width of what is multiplied instead, as a share of the width of the gradient, at most."""
 

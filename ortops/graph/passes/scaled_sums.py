@@ -21,19 +21,6 @@ from ortops.graph.passes.blocked.kernels import KERNEL_DOMAIN, block_size, convo
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
 
-__all__ = [
-    "GATED_DOMAIN",
-    "MULTIPLE",
-    "adds_to_zero",
-    "arranged",
-    "expand",
-    "gated_add",
-    "has_gated_add",
-    "has_kernel",
-    "insert",
-    "overwrites",
-]
-
 DOMAIN = "ortops.scaled_sums"
 """The private domain of a sum y + c · x."""
 

@@ -13,8 +13,6 @@ from ortops.graph.passes.draft import ONNXRUNTIME
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
 from ortops.graph.tensor import Tape, op
 
-__all__ = ["SCATTERED_SUMS"]
-
 
 @pattern("Add")
 def _into_the_other(node: ir.Node, tape: Tape) -> Result:

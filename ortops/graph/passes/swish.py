@@ -14,8 +14,6 @@ from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
 from ortops.graph.tensor import Tape, Tensor
 
-__all__ = ["SWISH"]
-
 DOMAIN = "com.microsoft"
 
 TABLE = Table()

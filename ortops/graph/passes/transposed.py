@@ -16,8 +16,6 @@ from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.passes.products import fused_matmul, transpose_flags
 from ortops.graph.tensor import Tape, Tensor, op
 
-__all__ = ["TRANSPOSED"]
-
 _SAMPLES = 32  # with fewer, the kernels for few rows are faster (measured)
 _RATIO = 2  # the minimum ratio of features to samples; below it, there is no gain (measured)
 _PRODUCTS = ("Attention", "Conv", "ConvTranspose", "Einsum", "Gemm", "GRU", "LSTM", "MatMul", "RNN")

@@ -24,8 +24,6 @@ from ortops.graph.passes.rewrite import Result, pattern, rewrite
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, op
 
-__all__ = ["WEBGPU", "WEBGPU_SESSION"]
-
 _INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 
 

@@ -14,8 +14,6 @@ from ortops.graph.faults import pad_axes
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tensor, op
 
-__all__ = ["add_at", "pad_zeros", "positions", "runnable", "scatter_add"]
-
 
 def positions(x: Tensor) -> Tensor:
     """Returns an int64 tensor that contains the flat index of each element of x.

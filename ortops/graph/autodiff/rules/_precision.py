@@ -8,8 +8,6 @@ import numpy as np
 
 from ortops.graph.tensor import Tensor, numpy_dtype, op
 
-__all__ = ["equal", "wide_dtype"]
-
 
 def wide_dtype(*tensors: Tensor | None) -> np.dtype[Any]:
     """Returns the type to compute in: that of the widest tensor, but at least float32."""

@@ -2,17 +2,6 @@
 
 from ortops.graph.autodiff.registry import Table
 
-__all__ = [
-    "BUILT_IN",
-    "definition",
-    "nested_vjp",
-    "rearranges",
-    "refuses",
-    "structural",
-    "vjp",
-    "zero",
-]
-
 BUILT_IN = Table()
 
 definition = BUILT_IN.definition

@@ -22,8 +22,6 @@ from ortops.graph.passes.blocked.kernels import KERNEL_DOMAIN, block_size
 from ortops.graph.passes.blocked.rules import DOMAIN, TABLE
 from ortops.graph.passes.draft import Draft, Pass
 
-__all__ = ["BLOCKED", "is_mostly_blocked"]
-
 _RANDOM = ("Bernoulli", "Dropout")
 """Random operators, which onnx-ir's pass would merge as if they were deterministic."""
 

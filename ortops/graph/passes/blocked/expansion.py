@@ -15,8 +15,6 @@ from ortops.graph.passes.blocked.rules import DOMAIN, all_phases, by_phases, win
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
 from ortops.graph.tensor import Names, Tape, Tensor, op
 
-__all__ = ["expand"]
-
 
 def expand(graph: ir.Graph, names: Names) -> None:
     """Replaces operators on blocked tensors with nodes that onnxruntime supports.

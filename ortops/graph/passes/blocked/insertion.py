@@ -21,8 +21,6 @@ from ortops.graph.passes.draft import Draft
 from ortops.graph.passes.finite import clip_bounds
 from ortops.graph.tensor import Tape, Tensor, op
 
-__all__ = ["insert"]
-
 _ELEMENTWISE = frozenset(
     {"Add", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul", "Sigmoid", "Softplus", "Sub"}
     | {"Tanh"}

@@ -28,30 +28,6 @@ import onnxruntime
 
 from ortops.graph.tensor import Tape, Tensor, op
 
-__all__ = [
-    "KERNEL_DOMAIN",
-    "affine",
-    "block_size",
-    "channel_means",
-    "convolve",
-    "crop",
-    "emit",
-    "emit_one",
-    "filter_of",
-    "from_filter",
-    "from_lanes",
-    "image_sums",
-    "mirrored_filter_of",
-    "pad",
-    "products",
-    "put_apart",
-    "reshape",
-    "sizes",
-    "to_blocks",
-    "to_lanes",
-    "to_plain",
-]
-
 KERNEL_DOMAIN = "com.microsoft.nchwc"
 
 

@@ -27,17 +27,6 @@ from ortops.graph.passes.blocked.kernels import (
 from ortops.graph.passes.finite import equal_mask, mask
 from ortops.graph.tensor import Tensor, op
 
-__all__ = [
-    "DOMAIN",
-    "TABLE",
-    "all_phases",
-    "by_phases",
-    "can_transpose",
-    "enter",
-    "leave",
-    "windows_on",
-]
-
 DOMAIN = "ortops.blocked"
 """The private domain of operators on blocked tensors."""
 
