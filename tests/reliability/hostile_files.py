@@ -10,6 +10,7 @@ the folder, more than `SECONDS` or `MEMORY`, or a file outside the folder that i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gzip
 import io
 import itertools
@@ -182,12 +183,26 @@ def attacks(path: Path, secret: Path) -> Iterator[tuple[str, Attack]]:
         yield "a long header", written(struct.pack("<Q", 2**62) + b"{}")
 
 
-class Watch:
-    """Records files that are opened or changed below a folder but not in the folder of a case."""
+OPENED_OR_CHANGED = 0x20 | 0x2 | 0x4 | 0x400 | 0x800  # of inotify: open, modify, …, moved
 
-    def __init__(self, root: Path) -> None:
+
+class Watch:
+    """Records files that are opened or changed below a folder but not in the folder of a case.
+
+    Python tells of its own calls. Of the secret file, Linux tells (inotify), also where libraries
+    in C or child processes open it.
+    """
+
+    def __init__(self, root: Path, secret: Path) -> None:
         self.root, self.inside, self.found = str(root), "", list[str]()
         sys.addaudithook(self)
+        self.secret, self.events = secret, -1
+        if sys.platform == "linux":
+            c = ctypes.CDLL(None, use_errno=True)
+            self.events = c.inotify_init1(os.O_NONBLOCK)
+            assert c.inotify_add_watch(self.events, os.fsencode(secret), OPENED_OR_CHANGED) >= 0
+            secret.read_bytes()
+            assert self.is_touched()  # that it sees something
 
     def __call__(self, event: str, args: tuple[object, ...]) -> None:
         if self.inside and event in ("open", "os.remove", "os.rename", "os.truncate", "os.link"):
@@ -202,6 +217,22 @@ class Watch:
         self.inside, self.found = str(inside), []
         yield
         self.inside = ""
+        if self.is_touched():
+            self.found.append(f"touched {self.secret}")
+
+    def is_touched(self) -> bool:
+        """Whether anything has opened or changed the secret file since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return self.events >= 0 and bool(os.read(self.events, 2**16))
+        return False
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Returns what is in a folder: the content of files, None for what is no file."""
+    return {
+        str(path): path.read_bytes() if path.is_file() and not path.is_symlink() else None
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 class Hang(BaseException):
@@ -257,7 +288,7 @@ def main(folder: Path, secret: Path, kinds: list[str]) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-        watch = Watch(folder.parent)
+        watch = Watch(folder.parent, secret)
         for kind in kinds:
             source = folder / kind
             for path in sorted(p for p in source.rglob("*") if p.is_file()):
@@ -272,12 +303,12 @@ def main(folder: Path, secret: Path, kinds: list[str]) -> None:
                         shutil.copytree(folder / "llm", case / "llm")
                     file = copy / path.relative_to(source)
                     attack(file)
+                    before = contents(copy)
                     names = [kind, *file.relative_to(copy).parts]
                     tell("begun", kind, path.name, name)
                     with watch.of(case):
                         wrong = outcome(partial(ALL[kind], copy), names)
-                    found = list(watch.found)
-                    said = None
+                    found, said = list(watch.found), None
                     if kind in COMMANDS:
                         model = str(folder / "npz.onnx")
                         given = [
@@ -286,9 +317,11 @@ def main(folder: Path, secret: Path, kinds: list[str]) -> None:
                         ]
                         with watch.of(case):
                             said = command(given, names)
+                        found += watch.found
                     allowed = kind not in IN_FOLDERS and name == "a link outside"
-                    if wrong or said or (found and not allowed):
-                        tell("wrong", kind, path.name, name, wrong, said, found[:3])
+                    lost = contents(copy) != before
+                    if wrong or said or lost or (found and not allowed):
+                        tell("wrong", kind, path.name, name, wrong, said, lost, found[:3])
                     shutil.rmtree(case)
 
 
