@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from violations import all_violations
 
+import ortops
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "ortops" / "docs"
 PAGES = sorted(
@@ -306,3 +308,26 @@ def test_tests_of_the_guarantees_are_there() -> None:
     assert named <= set().union(*defined.values())
     for file, tests in re.findall(r"`(?:tests/)?(?:reliability/)?(test_\w+\.py)`(: [^;|]*)?", page):
         assert set(re.findall(r"`(test_\w+)`", tests)) <= defined[file], file
+
+
+def test_pages_name_what_there_is_to_choose() -> None:
+    """A new loss, optimizer, metric, schedule, callback or change to models is on a page."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    missing = [
+        f"{module.__name__}: {name}"
+        for module, names in {
+            ortops.losses: ortops.losses.LOSSES,
+            ortops.optimizers: ortops.optimizers.OPTIMIZERS,
+            ortops.metrics: ortops.metrics.METRICS,
+            ortops.schedules: ortops.schedules.__all__,
+            ortops.callbacks: ortops.callbacks.__all__,
+            ortops.surgery: ortops.surgery.__all__,
+        }.items()
+        for name in names
+        if name not in NOT_CHOSEN and not re.search(rf"\b{name}\b", pages)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+NOT_CHOSEN = ("Schedule", "check_steps", "Record", "LearningRateCurve", "ChannelGroup")
+"""What functions take or return."""
