@@ -145,6 +145,7 @@ def test_a_quick_run_writes_tables_figures_and_a_plot(
     }
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "work",
@@ -168,7 +169,7 @@ def test_losses_of_the_peers_agree(work: str, tmp_path: Path, workers: Worker) -
 @pytest.mark.optional("transformers", "export")
 @pytest.mark.optional("onnxscript", "export")
 @pytest.mark.slow
-@pytest.mark.nightly(1)
+@pytest.mark.nightly(0)
 @pytest.mark.parametrize("work", REAL)
 def test_losses_of_real_models_agree(work: str, tmp_path: Path, workers: Worker) -> None:
     it = WORKS[work]

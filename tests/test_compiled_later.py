@@ -84,7 +84,7 @@ def assert_same_steps(
 # ------------------------------------------------------------------------------------- same bits
 
 
-@pytest.mark.nightly(16)
+@pytest.mark.nightly(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)

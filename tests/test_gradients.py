@@ -99,7 +99,7 @@ def assert_step_is_apply_of_gradients(
 # ------------------------------------------------------------------------- equal to whole steps
 
 
-@pytest.mark.nightly(14)
+@pytest.mark.nightly(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, normalized], ids=[*OPTIMIZERS, "normalized"])

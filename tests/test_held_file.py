@@ -276,7 +276,7 @@ def test_damaged_files_are_read_as_protobuf_reads_them(tmp_path: Path) -> None:
     content = trainable().SerializeToString()
     names = [index for index in range(len(content)) if content[index] in (0x0A, 0x2A, 0x4A, 0x3A)]
     read = 0
-    for number in range(600):
+    for number in range(300):
         damaged = bytearray(content)
         if number % 3 == 0:
             del damaged[rng.integers(len(content)) :]
@@ -285,7 +285,7 @@ def test_damaged_files_are_read_as_protobuf_reads_them(tmp_path: Path) -> None:
             for place in range(int(at), min(int(at) + int(rng.integers(1, 4)), len(content))):
                 damaged[place] = rng.integers(256)
         read += isinstance(compare(bytes(damaged), tmp_path / "model.onnx"), bytes)
-    assert 50 < read < 550
+    assert 25 < read < 275
 
 
 @needs_held_files

@@ -175,6 +175,9 @@ def test_folders_of_the_cache_are_read_and_copied_as_files(folder: Path, tmp_pat
 
 # ------------------------------------------------------------------------------------ settings
 
+ONE_IN = 1 if os.environ.get("ORTOPS_SOAK") else 4
+"""How many values of a field are one that is tried; other fields get the others."""
+
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 10**400, 0.5, 1e400, -1e400, math.nan),
     *("", "x", "\0", "\ud800", "\x1b[31m", "x" * 10**5, [], [1], [None], [[1]], ["x"], [1e400]),
@@ -262,8 +265,8 @@ def test_hostile_settings_are_refused_or_right(name: str, folder: Path) -> None:
     plain = json.loads(file.read_text()) if file.exists() else {}
     refused = 0
     with all_violations() as check:
-        for path in FIELDS[name]:
-            for value in VALUES:
+        for number, path in enumerate(FIELDS[name]):
+            for value in VALUES[number % ONE_IN :: ONE_IN]:
                 file.write_text(json.dumps(changed(plain, path, value)))
                 with check(f"{path} = {value!r:.60}"):
                     message = told(folder)
@@ -279,7 +282,7 @@ def test_hostile_settings_are_refused_or_right(name: str, folder: Path) -> None:
             file.write_text(text)
             with check(text):
                 used(folder)
-    assert refused > len(FIELDS[name]) * 10
+    assert refused > len(FIELDS[name]) * 10 / ONE_IN
 
 
 @pytest.mark.optional("jinja2", "llm")

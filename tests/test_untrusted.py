@@ -100,7 +100,6 @@ OPENED_ELSEWHERE = {
     ("llm/rendering.py", "package.Tokenizer.from_file"): "what its caller has checked",
     ("engine/execution/compilation.py", "mmap.mmap"): "memory without a file",
     ("llm/decoding.py", "onnxruntime.InferenceSession"): "a file in its temporary folder",
-    ("llm/folder.py", "shutil.copyfile"): "regular files only",
     ("graph/files/atomic.py", "Path(source).open"): "what its caller chose",
     ("graph/passes/scaled_sums.py", "onnxruntime.InferenceSession"): "bytes",
     (
@@ -113,6 +112,8 @@ OPENED_ELSEWHERE = {
     ("engine/training/batch_size.py", "Path('/proc/meminfo').read_text"): "of the system",
     ("engine/training/batch_size.py", "Path('/proc/self/statm').read_text"): "of the system",
     ("engine/training/export.py", "(source / name).read_bytes"): "a file of the package",
+    ("engine/trainable/limited.py", "Path('/proc/self/statm').read_text"): "of the system",
+    ("engine/trainable/model_run.py", "onnxruntime.InferenceSession"): "bytes",
 }
 
 

@@ -40,7 +40,7 @@ SECONDS = 10
 MEMORY = 2**30
 """How many bytes more than the process has it may ask for."""
 
-ONE_IN = {"llm": 8, "chats": 3}
+ONE_IN = {"llm": 12, "chats": 5}
 """How many cases of kinds that take seconds are one that runs without ORTOPS_SOAK."""
 
 IN_FOLDERS = ("images", "llm", "peft")

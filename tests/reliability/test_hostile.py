@@ -303,6 +303,7 @@ def write(name: str, path: Path) -> bool:
     return isinstance(made, onnx.ModelProto) and bool(made.training_info)
 
 
+@pytest.mark.nightly(0)
 @pytest.mark.slow
 def test_hostile_models_do_no_harm(tmp_path: Path) -> None:
     names = list(REFUSED)
