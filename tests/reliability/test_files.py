@@ -104,15 +104,19 @@ def started(function: Callable[..., None], *arguments: object) -> "subprocess.Po
 # ------------------------------------------------------------------------- several processes
 
 
-def save_many(limit: int, path: str, first: int, count: int) -> None:
+def save_many(limit: int, path: str, first: int, count: int, read: str) -> None:
+    """Saves models, the second half of them once a reader has seen one, as it says with a file."""
     external.MESSAGE_LIMIT = limit
     for number in range(first, first + count):
+        while number == first + count // 2 and not Path(read).exists():
+            time.sleep(0.01)
         ortops.save_model(marked(number), path)
 
 
 @pytest.mark.slow
 def test_two_savers_and_a_reader(limit: int, tmp_path: Path) -> None:
     path, count = tmp_path / "model.onnx", 40 * SOAK
+    has_read = tmp_path.with_name(f"{tmp_path.name}-read")
     ortops.save_model(marked(0), path)
     seen = {mark_of(path)}
 
@@ -122,11 +126,13 @@ def test_two_savers_and_a_reader(limit: int, tmp_path: Path) -> None:
         return float(value)
 
     with (
-        started(save_many, limit, path, 1, count) as one,
-        started(save_many, limit, path, 10_001, count) as other,
+        started(save_many, limit, path, 1, count, has_read) as one,
+        started(save_many, limit, path, 10_001, count, has_read) as other,
     ):
         while one.poll() is None or other.poll() is None:
             seen |= {mark_of(path), read()}
+            if len(seen) > 1:
+                has_read.touch()
     assert (one.returncode, other.returncode) == (0, 0)
     assert seen <= {0, *range(1, 1 + count), *range(10_001, 10_001 + count)}
     assert len(seen) > 2  # the reader was there while they wrote
