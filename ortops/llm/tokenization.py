@@ -112,22 +112,17 @@ class Tokenizer:
 
     def _open(self) -> None:
         """Starts the process of the tokenizer, or reads it in this one if files are trusted."""
+        most = 16 * LIMITS.metadata_bytes  # the largest known has 33 MB
+        with open_regular(
+            self._file, most=most, error=ModelError, what="file", remedy="give a tokenizer"
+        ) as stream:
+            size = os.fstat(stream.fileno()).st_size
         if math.isinf(LIMITS.text_seconds):
             self._child = rendering.Texts()
         else:
             what = f"folder '{self._folder.path}': its tokenizer"
             self._child = Child(Path(rendering.__file__), what, _LIMITS)
         names = {name: self._token(name) for name in _NAMES}
-        with open_regular(
-            self._file, error=ModelError, what="file", remedy="give a tokenizer"
-        ) as stream:
-            size = os.fstat(stream.fileno()).st_size
-        most = 16 * LIMITS.metadata_bytes  # the largest known has 33 MB
-        if size > most:
-            raise ModelError(
-                f"file '{self._file}' must have at most {most:,} bytes, got {size:,}; raise "
-                "ortops.graph.limits.LIMITS.metadata_bytes"
-            )
         self._end: int | None = self._sent("open", str(self._file), names, size=size, factor=32)
 
     def _ask(self, name: str, *arguments: Any) -> Any:

@@ -22,8 +22,9 @@ import tempfile
 import time
 import traceback
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,17 +79,21 @@ def changed_text(data: bytes, rng: random.Random) -> bytes:
     return data[: place.start()] + new.encode("utf-8", "surrogatepass") + data[place.end() :]
 
 
-def changed_json(data: bytes, rng: random.Random) -> bytes:
-    """Returns JSON in which a value is another one, is gone, or has another key."""
-    root = json.loads(data)
-    holders: list[tuple[dict[str, object] | list[object], object]] = []
-    pending: list[object] = [root]
+def values_of(root: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the places of all values in JSON: an object or a list, and a key or index."""
+    pending = [root]
     while pending:
         each = pending.pop()
         if isinstance(each, dict | list):
-            keys = each.keys() if isinstance(each, dict) else range(len(each))
-            holders += [(each, key) for key in keys]
-            pending += each.values() if isinstance(each, dict) else each
+            for key in each.keys() if isinstance(each, dict) else range(len(each)):
+                yield each, key
+                pending.append(each[key])
+
+
+def changed_json(data: bytes, rng: random.Random) -> bytes:
+    """Returns JSON in which a value is another one, is gone, or has another key."""
+    root = json.loads(data)
+    holders = list(values_of(root))
     if not holders:
         return changed_text(data, rng)
     holder, key = rng.choice(holders)

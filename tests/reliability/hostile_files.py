@@ -26,10 +26,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from attacks import SOAK
-from fuzz_run import READERS, tell
+from fuzz_run import READERS, tell, values_of
 
 import ortops
 from ortops import cli
@@ -95,7 +94,7 @@ def changed(change: Callable[[bytes], bytes]) -> Attack:
 
 
 def replaced(make: Callable[[Path], object]) -> Attack:
-    """Returns an attack that puts something that is no file in the place of the file."""
+    """Returns an attack that replaces the file by a pipe, a folder or a link."""
 
     def attack(path: Path) -> None:
         path.unlink()
@@ -106,17 +105,6 @@ def replaced(make: Callable[[Path], object]) -> Attack:
 
 def in_utf16(content: bytes) -> bytes:
     return content.decode("latin-1").encode("utf-16")
-
-
-def values_of(root: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the places of all values in JSON: an object or a list, and a key or index."""
-    pending = [root]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, dict | list):
-            for key in each.keys() if isinstance(each, dict) else range(len(each)):
-                yield each, key
-                pending.append(each[key])
 
 
 def with_names_outside(secret: Path) -> Callable[[str], Attack]:
@@ -228,7 +216,7 @@ class Watch:
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Returns what is in a folder: the content of files, None for what is no file."""
+    """Returns the contents of the files in a folder; None for folders, pipes and links."""
     return {
         str(path): path.read_bytes() if path.is_file() and not path.is_symlink() else None
         for path in sorted(folder.rglob("*"))

@@ -16,6 +16,7 @@ def open_regular(
     path: str | os.PathLike[str],
     *,
     link: bool = True,
+    most: int | None = None,
     error: type[OrtopsError] = FeedError,
     what: str = "data",
     remedy: str = "copy its content to a regular file, or pipe comma-separated values to --data -",
@@ -27,12 +28,13 @@ def open_regular(
     Args:
         path: The file.
         link: Whether the path may be a symbolic link.
-        error: The class of the error if it is something else.
+        most: The largest number of bytes, `LIMITS.metadata_bytes` for text.
+        error: The class of the error if it is something else, or larger.
         what: What messages call it.
         remedy: What messages suggest.
 
     Raises:
-        OrtopsError: If it is not a regular file; of the given class.
+        OrtopsError: If it is not a regular file, or too large; of the given class.
         OSError: If it cannot be opened.
     """
     file = Path(path)
@@ -49,9 +51,16 @@ def open_regular(
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if stat.S_ISREG(status.st_mode):  # checked first, as opening a device may have effects
             stream = os.fdopen(os.open(file, wanted), "rb")
-            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            opened = os.fstat(stream.fileno())
+            is_regular = stat.S_ISREG(opened.st_mode)
+            if is_regular and (most is None or opened.st_size <= most):
                 return stream
             stream.close()
+            if is_regular:
+                raise error(
+                    f"{what} '{path}' must have at most {most:,} bytes, got {opened.st_size:,}; "
+                    "raise ortops.graph.limits.LIMITS.metadata_bytes"
+                )
     raise error(f"{what} '{file}' is not a regular file; {remedy}")
 
 
@@ -63,23 +72,9 @@ def read_regular(
     what: str = "file",
     remedy: str = "give a regular file",
 ) -> bytes:
-    """Returns the content of a regular file; see `open_regular`.
-
-    Args:
-        path: The file.
-        most: The largest number of bytes, `LIMITS.metadata_bytes` for text.
-        error: The class of the error if it is something else, or larger.
-        what: What messages call it.
-        remedy: What messages suggest.
-    """
-    with open_regular(path, error=error, what=what, remedy=remedy) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if most is None or size <= most:
-            return stream.read()
-    raise error(
-        f"{what} '{path}' must have at most {most:,} bytes, got {size:,}; raise "
-        "ortops.graph.limits.LIMITS.metadata_bytes"
-    )
+    """Returns the content of a regular file; the arguments are those of `open_regular`."""
+    with open_regular(path, most=most, error=error, what=what, remedy=remedy) as stream:
+        return stream.read()
 
 
 def file_in_folder(folder: Path, name: object, *, what: str) -> Path:
