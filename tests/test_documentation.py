@@ -241,6 +241,21 @@ def test_every_page_is_in_the_index() -> None:
     assert {page for page in DOCS.rglob("*.md") if page != index} <= linked
 
 
+NO_TOPIC = ("operators.md", "other_tools.md", "persona.md", "specification.md", "stability.md")
+"""Pages in the table of topics that are references, reports or a worked example."""
+
+
+def test_pages_on_a_topic_end_with_their_limits() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    topics = LINK.findall(index[index.index("| topics |") :])
+    pages = {name for name in topics if (DOCS / name).is_file()} - {*NO_TOPIC, "speed.md"}
+    assert len(pages) > 15
+    last = {
+        name: headings((DOCS / name).read_text(encoding="utf-8"))[-1][1] for name in sorted(pages)
+    }
+    assert not {name: heading for name, heading in last.items() if not heading.startswith("Limits")}
+
+
 def test_pages_ship_with_the_package() -> None:
     pages = resources.files("ortops") / "docs"
     assert (pages / "README.md").is_file()
