@@ -86,7 +86,7 @@ def gradient_case(
 
 
 def _of_the_specification() -> Iterator[Case]:
-    """Yields the figures of the specification."""
+    """Yields the figures of the specification with one Gradient."""
     rng = np.random.default_rng(1)
     x, w = rng.standard_normal((1, 1, 3, 3)), rng.standard_normal((1, 1, 2, 2))
     z = rng.standard_normal((4, 1))
@@ -126,7 +126,13 @@ def _of_the_specification() -> Iterator[Case]:
         ),
         proposal=_INTERMEDIATE,
     )
-    # O = (X · W − L)²: dO/dX = 2 (X·W − L) W, d(dO/dW)/dX = 2 X W + 2 (X·W − L), d²O/dW² = 2 X²
+
+
+def _second_order_of_the_specification() -> Iterator[Case]:
+    """Yields the figure with a Gradient of a Gradient.
+
+    O = (X · W − L)²: dO/dX = 2 (X·W − L) W, d(dO/dW)/dX = 2 X W + 2 (X·W − L), d²O/dW² = 2 X².
+    """
     a, b, c = 1.5, -2.0, 0.25
     error = a * b - c
     yield gradient_case(
@@ -179,6 +185,11 @@ def _of_values() -> Iterator[Case]:
         _VALUES,
         proposal=SUM,
     )
+
+
+def _of_other_tensors() -> Iterator[Case]:
+    """Yields cases of initializers, of tensors outside of xs and zs, and of y itself."""
+    x, z, a = np.array([1.0, -2]), np.array([3.0, 0.5]), np.array([4.0, 5])
     yield gradient_case(
         "outside_of_xs_and_zs",
         "g (float[2] x, float[2] z, float[2] a) => (float[2] g) {"
@@ -290,7 +301,7 @@ def _of_types() -> Iterator[Case]:
 
 
 def _of_several_nodes() -> Iterator[Case]:
-    """Yields cases of several Gradient nodes and of higher orders."""
+    """Yields cases of several Gradient nodes, of first and of higher orders."""
     x, z = np.array([1.0, -2]), np.array([3.0, 0.5])
     yield gradient_case(
         "several_nodes",
@@ -325,6 +336,11 @@ def _of_several_nodes() -> Iterator[Case]:
         _ORDERS,
         _VALUES,
     )
+
+
+def _in_a_training_step() -> Iterator[Case]:
+    """Yields cases in which a gradient is computed with."""
+    x, z = np.array([1.0, -2]), np.array([3.0, 0.5])
     yield gradient_case(
         "of_a_penalty",
         "g (float[2] x, float[2] w) => (float[2] dw) {"
@@ -434,9 +450,12 @@ def _of_broadcasting() -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     """Yields the cases."""
     yield from _of_the_specification()
+    yield from _second_order_of_the_specification()
     yield from _of_values()
+    yield from _of_other_tensors()
     yield from _of_outputs()
     yield from _of_types()
     yield from _of_several_nodes()
+    yield from _in_a_training_step()
     yield from _without_path()
     yield from _of_broadcasting()

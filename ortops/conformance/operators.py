@@ -90,15 +90,15 @@ _MATRIX = np.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]])
 _WEIGHTS = np.array([[1.0, -2, 3], [0.5, 4, -1]])
 
 
-def _moving() -> Iterator[Case]:
-    """Yields operators that move elements: y = Σ (weights · moved x), whose gradient moves back."""
+def _moves() -> dict[str, tuple[str, Array, Array]]:
+    """Returns nodes that move elements, weights and the gradient of Σ (weights · moved x)."""
     w = _WEIGHTS
     repeated = np.zeros((2, 3))
     repeated[:, 0], repeated[:, 2] = w[:, 1], w[:, 0] + w[:, 2]
     sliced = np.zeros((2, 3))
     sliced[:, 2:0:-1] = w[:, :2]
     tiled = w[:, None, :].repeat(2, 1)
-    table: dict[str, tuple[str, Array, Array]] = {
+    return {
         "Reshape": ("s = Constant <value_ints = [3, 2]> () m = Reshape (x, s)", w.reshape(3, 2), w),
         "Transpose": ("m = Transpose (x)", w.T, w),
         "Flatten": ("m = Flatten <axis = 0> (x)", w.reshape(1, 6), w),
@@ -124,7 +124,11 @@ def _moving() -> Iterator[Case]:
         ),
         "Concat": ("m = Concat <axis = 0> (x, x)", np.concatenate([w, 3 * w]), 4 * w),
     }
-    for operator, (nodes, weights, gradient) in table.items():
+
+
+def _moving() -> Iterator[Case]:
+    """Yields operators that move elements, whose gradient moves back."""
+    for operator, (nodes, weights, gradient) in _moves().items():
         shape = ", ".join(map(str, weights.shape))
         yield gradient_case(
             f"through_{operator.lower()}",

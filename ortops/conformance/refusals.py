@@ -141,17 +141,10 @@ def _gradients_of_other_graphs() -> Iterator[Case]:
     )
 
 
-def _optimizer_nodes() -> dict[str, tuple[str, Citation, str]]:
+def _momentum_nodes() -> dict[str, tuple[str, Citation, str]]:
     """Returns nodes, what they cite, and proposals, by the name of the case."""
     standard = 'alpha = 0.5, beta = 1.0, mode = "standard", norm_coefficient = 0.0'
-    signature = _SIGNATURE
     mode = Citation("Momentum", 'Its value should be either "nesterov" or "standard".')
-    adam = Citation("Adam", "The tensors to be optimized, followed by their respective gradients")
-    adagrad = Citation(
-        "Adagrad", "The current values of optimized tensors, followed by their respective gradients"
-    )
-    scalar_t = Citation("Adam", 'The update count of "X". It should be a scalar.')
-    rate = Citation("Adam", "Constrain input types to float scalars.")
     mine = "alpha = 0.5, beta = 1.0, norm_coefficient = 0.0"
     return {
         "momentum_mode": (
@@ -159,20 +152,33 @@ def _optimizer_nodes() -> dict[str, tuple[str, Citation, str]]:
             mode,
             "",
         ),
-        "momentum_without_mode": (f"Y, V = Momentum <{mine}> (R, T, X, G, H)", signature, ""),
+        "momentum_without_mode": (f"Y, V = Momentum <{mine}> (R, T, X, G, H)", _SIGNATURE, ""),
         "momentum_without_alpha": (
             (
                 'Y, V = Momentum <beta = 1.0, mode = "standard", norm_coefficient = 0.0>'
                 " (R, T, X, G, H)"
             ),
-            signature,
+            _SIGNATURE,
             "",
         ),
         "momentum_too_few_inputs": (
             f"Y, V = Momentum <{standard}> (R, T, X, G)",
-            signature,
+            _SIGNATURE,
             _VARIADIC,
         ),
+    }
+
+
+def _other_optimizer_nodes() -> dict[str, tuple[str, Citation, str]]:
+    """Returns nodes, what they cite, and proposals, by the name of the case."""
+    signature = _SIGNATURE
+    adam = Citation("Adam", "The tensors to be optimized, followed by their respective gradients")
+    adagrad = Citation(
+        "Adagrad", "The current values of optimized tensors, followed by their respective gradients"
+    )
+    scalar_t = Citation("Adam", 'The update count of "X". It should be a scalar.')
+    rate = Citation("Adam", "Constrain input types to float scalars.")
+    return {
         "adam_too_few_inputs": ("Y, V = Adam <alpha = 0.5> (R, T, X, G, H)", adam, _VARIADIC),
         "adam_too_many_outputs": (
             "Y, V, W, Z = Adam <alpha = 0.5> (R, T, X, G, H, H)",
@@ -213,7 +219,7 @@ def _optimizer_nodes() -> dict[str, tuple[str, Citation, str]]:
 
 def _optimizers() -> Iterator[Case]:
     x = [1.0, -2]
-    for name, (node, cite, proposal) in _optimizer_nodes().items():
+    for name, (node, cite, proposal) in {**_momentum_nodes(), **_other_optimizer_nodes()}.items():
         text = (
             "u (float R, int64 T, int64[2] S, float[2] X, float[2] G, float[2] H)"
             f" => (float[2] Y) {{ {node} }}"

@@ -7,6 +7,7 @@ from functools import cache
 from ortops.conformance import (
     control_flow,
     gradients,
+    network,
     operators,
     optimizers,
     refusals,
@@ -14,7 +15,7 @@ from ortops.conformance import (
 )
 from ortops.conformance.case import Case
 
-_PARTS = (optimizers, gradients, operators, control_flow, training, refusals)
+_PARTS = (optimizers, gradients, operators, control_flow, training, network, refusals)
 
 
 @cache

@@ -13,12 +13,12 @@ from ortops.conformance.case import Array, Call, Case, Citation, Run, float32, p
 from ortops.conformance.formulas import adagrad, adam, momentum
 from ortops.conformance.optimizers import float32_attributes
 
-_COMBINED = Citation(
+COMBINED = Citation(
     "onnx.proto",
     "An execution of the training algorithm step is performed by executing the graph obtained by "
     'combining the inference graph (namely "ModelProto.graph") and the "algorithm" graph.',
 )
-_UPDATE = Citation(
+UPDATE = Citation(
     "IR.md",
     "The training step is performed by evaluating the Graph and assigning the outputs produced by "
     "the Graph to the state variables as specified in the update-binding.",
@@ -137,7 +137,8 @@ def _line(w: Array, batch: Mapping[str, Array]) -> tuple[Array, Any, Array]:
     return y, np.mean(e * e), 2 * x.T @ e / e.size
 
 
-def _rounded(values: Mapping[str, Any], integers: Sequence[str] = ("t",)) -> dict[str, Array]:
+def rounded(values: Mapping[str, Any], integers: Sequence[str] = ("t",)) -> dict[str, Array]:
+    """Returns arrays of float32, and of int64 for the names ``integers``."""
     return {
         name: np.asarray(value, np.int64 if name in integers else np.float32)
         for name, value in values.items()
@@ -204,7 +205,7 @@ def _trained(name: str, batches: list[dict[str, Array]]) -> Iterator[tuple[Call,
     state |= {letter: np.zeros((2, 1)) for letter in letters}
     state |= {"t": 0} if letters else {}
     for batch in batches:
-        before = _rounded(state)
+        before = rounded(state)
         y, loss, g = _line(state["w"], batch)
         if formula is None:
             results = [state["w"] - 0.125 * g]
@@ -213,8 +214,8 @@ def _trained(name: str, batches: list[dict[str, Array]]) -> Iterator[tuple[Call,
             results = formula(0.125, state["t"], state["w"], g, *states, **exact)
         new = dict(zip(("w", *letters), results, strict=True))
         state = {**new, **({"t": state["t"] + 1} if letters else {})}
-        outputs = _rounded({"y": y, "loss": loss, "w_new": state["w"]})
-        yield Call("step", batch, outputs, _rounded(state)), before
+        outputs = rounded({"y": y, "loss": loss, "w_new": state["w"]})
+        yield Call("step", batch, outputs, rounded(state)), before
 
 
 def _ten_steps() -> Iterator[Case]:
@@ -228,7 +229,7 @@ def _ten_steps() -> Iterator[Case]:
         w = calls[-1].state["w"]
         y = batches[0]["x"].astype(np.float64) @ w.astype(np.float64)
         calls.append(Call("infer", {"x": batches[0]["x"]}, {"y": y.astype(np.float32)}))
-        cites = [_COMBINED, _UPDATE, _INFERENCE, _IGNORED]
+        cites = [COMBINED, UPDATE, _INFERENCE, _IGNORED]
         yield Case(f"test_training_{name}", model, cites, [first], calls, rtol=1e-4, atol=1e-6)
         flat = combined(model)
         runs = []
@@ -238,7 +239,7 @@ def _ten_steps() -> Iterator[Case]:
         ordered = [value.name for value in flat.graph.output]
         runs = [Run(r.inputs, {key: r.outputs[key] for key in ordered}) for r in runs]
         # each run begins with float32 state, so that errors do not add up
-        yield Case(f"test_training_{name}_combined", flat, [_COMBINED], runs, rtol=1e-4, atol=1e-5)
+        yield Case(f"test_training_{name}_combined", flat, [COMBINED], runs, rtol=1e-4, atol=1e-5)
 
 
 def _initialization() -> Iterator[Case]:
@@ -247,7 +248,7 @@ def _initialization() -> Iterator[Case]:
     node, _, _, letters = _OPTIMIZERS["adam"]
     model = trainable(_LINE, _line_entry(node, letters))
     steps = [call for call, _ in _trained("adam", batches)]
-    start = _rounded({"w": [[0.5], [-1]], "v": [[0], [0]], "h": [[0], [0]], "t": 0})
+    start = rounded({"w": [[0.5], [-1]], "v": [[0], [0]], "h": [[0], [0]], "t": 0})
     calls = [*steps, Call("initialize", state=start), *steps]
     cites = [_INITIALIZE, Citation("onnx.proto", "a use case is resetting the number of training")]
     yield Case("test_training_initialize_resets", model, cites, calls=calls, rtol=1e-4, atol=1e-6)
@@ -267,8 +268,8 @@ def _initialization() -> Iterator[Case]:
 
     untrained, initial = np.array([[0.5], [-1.0]]), np.array([[3.0], [4.0]])
     _, loss, g = _line(initial, batches[0])
-    step = Call("step", batches[0], _rounded({"loss": loss}), _rounded({"w": initial - 0.125 * g}))
-    calls = [infer(untrained), Call("initialize", state=_rounded({"w": initial})), infer(initial)]
+    step = Call("step", batches[0], rounded({"loss": loss}), rounded({"w": initial - 0.125 * g}))
+    calls = [infer(untrained), Call("initialize", state=rounded({"w": initial})), infer(initial)]
     cites = [
         _INITIALIZE,
         Citation(
@@ -295,10 +296,10 @@ def _of_initializers() -> Iterator[Case]:
     )
     x = float32([3])
     calls = [
-        Call("step", {"x": x}, {"y": x}, _rounded({"w": [2], "t": 6})),
-        Call("step", {"x": x}, {"y": 2 * x}, _rounded({"w": [4], "t": 7})),
-        Call("initialize", state=_rounded({"w": [1], "t": 0})),
-        Call("step", {"x": x}, {"y": x}, _rounded({"w": [2], "t": 1})),
+        Call("step", {"x": x}, {"y": x}, rounded({"w": [2], "t": 6})),
+        Call("step", {"x": x}, {"y": 2 * x}, rounded({"w": [4], "t": 7})),
+        Call("initialize", state=rounded({"w": [1], "t": 0})),
+        Call("step", {"x": x}, {"y": x}, rounded({"w": [2], "t": 1})),
     ]
     proposal = (
         "onnx.proto says that initialization resets initializers before it applies the bindings, "
@@ -309,8 +310,8 @@ def _of_initializers() -> Iterator[Case]:
     yield Case(name, trainable(_COUNTER, entry), [_RESET], calls=calls, proposal=proposal)
     without = Entry(entry.algorithm, entry.updates)
     calls = [
-        Call("step", {"x": x}, {}, _rounded({"w": [2], "t": 6})),
-        Call("initialize", state=_rounded({"w": [1], "t": 5})),
+        Call("step", {"x": x}, {}, rounded({"w": [2], "t": 6})),
+        Call("initialize", state=rounded({"w": [1], "t": 5})),
     ]
     cites = [
         _RESET,
@@ -336,13 +337,13 @@ def _of_bindings() -> Iterator[Case]:
         {"w": "w_new", "b": "b_new"},
     )
     calls = [
-        Call("step", {"x": x}, {"y": x}, _rounded({"w": [7], "b": [1]})),
-        Call("step", {"x": x}, {"y": 7 * x}, _rounded({"w": [1], "b": [7]})),
+        Call("step", {"x": x}, {"y": x}, rounded({"w": [7], "b": [1]})),
+        Call("step", {"x": x}, {"y": 7 * x}, rounded({"w": [1], "b": [7]})),
     ]
-    yield Case("test_training_swap", trainable(_COUNTER, swap), [_UPDATE, _COMBINED], calls=calls)
+    yield Case("test_training_swap", trainable(_COUNTER, swap), [UPDATE, COMBINED], calls=calls)
 
     crossed = Entry(swap.algorithm, {"w": "w_new", "b": "w_new"})
-    calls = [Call("step", {"x": x}, {"y": x}, _rounded({"w": [7], "b": [7]}))]
+    calls = [Call("step", {"x": x}, {"y": x}, rounded({"w": [7], "b": [7]}))]
     cites = [
         Citation(
             "IR.md",
@@ -386,7 +387,7 @@ def _of_constants() -> Iterator[Case]:
     z = float32([0.5])
     calls = [Call("infer", {"x": x}, {"y": x}, {})]
     for count in (1, 2):
-        state = _rounded({"w": [1 + 5 * count]})
+        state = rounded({"w": [1 + 5 * count]})
         calls.append(Call("step", {"x": x, "z": z}, {"w_new": state["w"]}, state))
     calls.append(Call("infer", {"x": x}, {"y": 11 * x}, {}))
     cites = [
@@ -425,8 +426,8 @@ def _after_inference() -> Iterator[Case]:
         c = a @ b
         d = 1 / (1 + np.exp(-c))
         b = b - a.T * (d * (1 - d) + 1)
-        outputs = _rounded({"tensor_d": d, "tensor_e": c + d})
-        calls.append(Call("step", _rounded({"tensor_a": a}), outputs, _rounded({"tensor_b": b})))
+        outputs = rounded({"tensor_d": d, "tensor_e": c + d})
+        calls.append(Call("step", rounded({"tensor_a": a}), outputs, rounded({"tensor_b": b})))
     cites = [
         Citation(
             "onnx.proto",
@@ -460,7 +461,7 @@ def _block(own: str) -> Entry:
 def _several_entries() -> Iterator[Case]:
     model = trainable(_PRODUCT, _block("a"), _block("b"))
     x, target = 0.5, 4.0
-    feeds = _rounded({"x": x, "target": target})
+    feeds = rounded({"x": x, "target": target})
 
     def moved(a: float, b: float, own: str) -> tuple[float, float]:
         slope = 2 * (a * b * x - target) * x
@@ -470,7 +471,7 @@ def _several_entries() -> Iterator[Case]:
     calls = []
     for _ in range(10):
         a, b = moved(*moved(a, b, "a"), "b")
-        calls.append(Call("step", feeds, {}, _rounded({"a": a, "b": b})))
+        calls.append(Call("step", feeds, {}, rounded({"a": a, "b": b})))
     cites = [
         _SEQUENCE,
         Citation(
@@ -492,7 +493,7 @@ def _several_entries() -> Iterator[Case]:
     calls = []
     for entry in (1, 1, 0, 1, 0, 0, 1, 0, 1, 1):
         a, b = moved(a, b, "ab"[entry])
-        calls.append(Call("step", feeds, {}, _rounded({"a": a, "b": b}), entry=entry))
+        calls.append(Call("step", feeds, {}, rounded({"a": a, "b": b}), entry=entry))
     proposal = (
         'onnx.proto calls all entries in order one iteration, IR.md says that a runtime "MAY" run '
         "any one of them. The case assumes that it can."
@@ -516,11 +517,11 @@ def _initialized_entries() -> Iterator[Case]:
         "start_two () => (float first) { first = Constant <value = float {20.0}> () }",
         {"b": "first"},
     )
-    feeds = _rounded({"x": 1})
+    feeds = rounded({"x": 1})
     calls = [
-        Call("step", feeds, {}, _rounded({"a": 2, "b": 102})),
-        Call("initialize", state=_rounded({"a": 10, "b": 20})),
-        Call("step", feeds, {}, _rounded({"a": 11, "b": 120})),
+        Call("step", feeds, {}, rounded({"a": 2, "b": 102})),
+        Call("initialize", state=rounded({"a": 10, "b": 20})),
+        Call("step", feeds, {}, rounded({"a": 11, "b": 120})),
     ]
     cites = [
         Citation(
@@ -539,76 +540,6 @@ def _initialized_entries() -> Iterator[Case]:
     yield Case(name, model, cites, calls=calls, proposal=proposal)
 
 
-# ------------------------------------------------------------------------------------- a network
-
-
-def _network() -> Iterator[Case]:
-    """Yields ten steps of a network with a hidden layer, cross-entropy and Adam."""
-    rng = np.random.default_rng(5)
-    w, b, u = (rng.uniform(-0.5, 0.5, shape).astype(np.float32) for shape in ((3, 4), 4, (4, 2)))
-
-    def numbers(a: Array) -> str:
-        return "{" + ", ".join(f"{value:.9g}" for value in a.ravel().tolist()) + "}"
-
-    inference = (
-        "network (float[n, 3] x) => (float[n, 2] scores)"
-        f"<float[3, 4] w = {numbers(w)}, float[4] b = {numbers(b)}, float[4, 2] u = {numbers(u)}>"
-        "{ m = MatMul (x, w) a = Add (m, b) h = Tanh (a) scores = MatMul (h, u) }"
-    )
-    shapes = {"w": (3, 4), "b": (4,), "u": (4, 2)}
-    kinds = {name: f"float[{', '.join(map(str, shape))}]" for name, shape in shapes.items()}
-    states = {
-        f"{kind}_{name}": (kinds[name], numbers(np.zeros(shapes[name])))
-        for kind in "vh"
-        for name in shapes
-    }
-    declared = "".join(f", {kind} {name} = {zeros}" for name, (kind, zeros) in states.items())
-    variables = [*shapes, *states]
-    results = ", ".join(f"{name}_new" for name in variables)
-    outputs = ", ".join(f"{kinds[name[-1]]} {name}_new" for name in variables)
-    algorithm = (
-        f"train (int64[n] labels) => (float loss, int64 t_new, {outputs})"
-        f"<float r = {{0.125}}, int64 t = {{1}}, int64 one = {{1}}{declared}> {{"
-        "loss = SoftmaxCrossEntropyLoss (scores, labels)"
-        ' dw, db, du = Gradient <xs = ["w", "b", "u"], zs = ["x", "labels"], y = "loss">'
-        " (w, b, u, x, labels)"
-        f" {results} = Adam (r, t, w, b, u, dw, db, du, {', '.join(states)})"
-        " t_new = Add (t, one) }"
-    )
-    updates = {name: f"{name}_new" for name in (*variables, "t")}
-    model = trainable(inference, Entry(algorithm, updates))
-    state: dict[str, Any] = {"w": w, "b": b, "u": u}
-    state = {name: value.astype(np.float64) for name, value in state.items()}
-    state |= {name: np.zeros(shapes[name[-1]]) for name in states}
-    calls = []
-    for t in range(1, 11):
-        x = rng.uniform(-1, 1, (6, 3)).astype(np.float32)
-        labels = (x.sum(1) > 0).astype(np.int64)
-        h = np.tanh(x.astype(np.float64) @ state["w"] + state["b"])
-        scores = h @ state["u"]
-        e = np.exp(scores - scores.max(1, keepdims=True))
-        p = e / e.sum(1, keepdims=True)
-        ds = (p - np.eye(2)[labels]) / 6
-        da = ds @ state["u"].T * (1 - h * h)
-        gradients = {"w": x.T.astype(np.float64) @ da, "b": da.sum(0), "u": h.T @ ds}
-        loss = -np.log(p[np.arange(6), labels]).mean()
-        exact = float32_attributes({"alpha": 0.9, "beta": 0.999, "epsilon": 1e-6})
-        for name, g in gradients.items():
-            own = [name, f"v_{name}", f"h_{name}"]
-            new = adam(0.125, t, state[name], g, *(state[key] for key in own[1:]), **exact)
-            state |= dict(zip(own, new, strict=True))
-        call = Call(
-            "step",
-            {"x": x, "labels": labels},
-            _rounded({"loss": loss, "scores": scores}),
-            _rounded({**state, "t": t + 1}),
-        )
-        calls.append(call)
-    yield Case(
-        "test_training_network", model, [_COMBINED, _UPDATE], calls=calls, rtol=1e-3, atol=1e-5
-    )
-
-
 def cases() -> Iterator[Case]:
     """Yields the cases."""
     yield from _ten_steps()
@@ -619,4 +550,3 @@ def cases() -> Iterator[Case]:
     yield from _after_inference()
     yield from _several_entries()
     yield from _initialized_entries()
-    yield from _network()
