@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import onnx
     import onnxruntime
 
-    from benchmarks.profiling import Node
     from ortops.engine.execution.settings import Settings
 
 __all__ = [
@@ -48,6 +47,27 @@ _OUTSIDE_CACHES = 1 << 24
 """The number of elements of vectors that no cache holds."""
 
 _ROUNDS, _RUNS = 10, 3
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that onnxruntime ran.
+
+    Attributes:
+        name: Its name after onnxruntime's optimizations.
+        operator: Its operator.
+        shapes: The shapes of its inputs.
+        milliseconds: The median time per step, without that of nodes in its subgraphs.
+        runs: How often it runs per step.
+        traffic: The bytes that it reads and writes per step.
+    """
+
+    name: str
+    operator: str
+    shapes: str
+    milliseconds: float
+    runs: int = 1
+    traffic: int = 0
 
 
 @dataclass(frozen=True)

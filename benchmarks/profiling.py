@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ideal import Ideal, ideal, session_options, traffic
+from benchmarks.ideal import Ideal, Node, ideal, session_options, traffic
 from benchmarks.measure import worker
 from benchmarks.peers import COMPILED, LOWERED, PEERS, Step
 from benchmarks.works import WORKS, write
@@ -29,27 +29,6 @@ PROFILED = (LOWERED, COMPILED)
 
 STATES: Mapping[str, int] = {"Adam": 2, "Momentum": 1, "Adagrad": 1}
 """The number of state tensors of each parameter, by optimizer."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node that onnxruntime ran.
-
-    Attributes:
-        name: Its name after onnxruntime's optimizations.
-        operator: Its operator.
-        shapes: The shapes of its inputs.
-        milliseconds: The median time per step, without that of nodes in its subgraphs.
-        runs: How often it runs per step.
-        traffic: The bytes that it reads and writes per step.
-    """
-
-    name: str
-    operator: str
-    shapes: str
-    milliseconds: float
-    runs: int = 1
-    traffic: int = 0
 
 
 @dataclass(frozen=True)

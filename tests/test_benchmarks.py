@@ -527,9 +527,9 @@ def test_nodes_of_a_profile_have_the_median_time_after_warm_up() -> None:
             event("Gemm_1_fence_before", begin, 7),
         ]
     assert sorted(profiling._nodes(events, 6), key=lambda node: node.name) == [
-        profiling.Node("Gemm_1", "Gemm", "[2,3] []", 3.0, 1, 48),
-        profiling.Node("Scan_1", "Scan", "[2,3] []", 24.0, 1, 48),
-        profiling.Node("Tanh_1", "Tanh", "[2,3] []", 6.0, 2, 96),
+        ideal.Node("Gemm_1", "Gemm", "[2,3] []", 3.0, 1, 48),
+        ideal.Node("Scan_1", "Scan", "[2,3] []", 24.0, 1, 48),
+        ideal.Node("Tanh_1", "Tanh", "[2,3] []", 6.0, 2, 96),
     ]
 
 
@@ -548,9 +548,9 @@ def test_bytes_that_a_node_moves(operator: str, moved: int) -> None:
 
 def test_a_depthwise_convolution_of_one_element_is_no_product() -> None:
     for shapes, expected in {"[4,8,8] [8,4,3]": True, "[4,8,8] [8,1,1]": False}.items():
-        assert ideal.is_product(profiling.Node("c", "Conv", shapes, 1.0)) is expected
-    assert ideal.is_product(profiling.Node("m", "FusedMatMul", "[2,3] [3,4]", 1.0))
-    assert not ideal.is_product(profiling.Node("t", "Tanh", "[2,3]", 1.0))
+        assert ideal.is_product(ideal.Node("c", "Conv", shapes, 1.0)) is expected
+    assert ideal.is_product(ideal.Node("m", "FusedMatMul", "[2,3] [3,4]", 1.0))
+    assert not ideal.is_product(ideal.Node("t", "Tanh", "[2,3]", 1.0))
 
 
 @pytest.mark.slow
@@ -564,9 +564,9 @@ def test_the_ideal_time_has_the_time_of_products_alone_and_of_memory() -> None:
     moved = 64 << 20
     found = ideal.ideal(
         [
-            profiling.Node("m", "MatMul", "[256,2048] [2048,64]", 3.0, runs=2),
-            profiling.Node("t", "Tanh", "[9]", 5.0, traffic=moved),
-            profiling.Node("update/s", "Sub", "[9]", 7.0, traffic=2 * moved),
+            ideal.Node("m", "MatMul", "[256,2048] [2048,64]", 3.0, runs=2),
+            ideal.Node("t", "Tanh", "[9]", 5.0, traffic=moved),
+            ideal.Node("update/s", "Sub", "[9]", 7.0, traffic=2 * moved),
         ],
         [model],
         lambda: time.sleep(0.02),
