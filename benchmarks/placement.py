@@ -1,0 +1,167 @@
+"""Which nodes of a step onnxruntime's CUDA provider leaves to the CPU, without a GPU.
+
+::
+
+    ./scripts/cuda_environment
+    python -m benchmarks.placement [--only WORDS]
+
+Each network runs in a process of its own with the provider of `benchmarks.cuda_double`. A node that
+computes shapes belongs on the CPU, where onnxruntime puts it on purpose. The others read or write
+tensors that follow from the batch, a parameter or its state: for these the step waits for copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import cuda_double
+from benchmarks.task import Task
+from benchmarks.works import WORKS, Export, Update, find, write
+
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["Placement", "main", "place", "reached"]
+
+CPU = "CPUExecutionProvider"
+WITHOUT_DATA = ("Shape", "Size")
+"""Operators whose outputs say nothing about the values of their inputs."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the nodes of a step are.
+
+    Attributes:
+        nodes: How many nodes the graphs have, as onnxruntime has optimized them.
+        shapes: How many of them run on the CPU and compute shapes.
+        fallen: The others on the CPU: how many of each operator.
+        error: Why the session could not be made; empty if it was.
+    """
+
+    nodes: int
+    shapes: int
+    fallen: dict[str, int]
+    error: str = ""
+
+
+def reached(graph: onnx.GraphProto, data: Collection[str] = ()) -> set[str]:
+    """Returns the tensors of a graph that follow from the elements of its inputs of rank 1 and up.
+
+    Args:
+        graph: The graph.
+        data: Such tensors of graphs around it.
+    """
+    found = set(data)
+    for value in graph.input:
+        tensor = value.type.tensor_type
+        if not tensor.HasField("shape") or tensor.shape.dim:
+            found.add(value.name)
+    for node in graph.node:
+        inner = [each.g for each in node.attribute if each.HasField("g")]
+        inside = set().union(*(reached(each, found) for each in inner))
+        found |= inside
+        if node.op_type not in WITHOUT_DATA and (found.intersection(node.input) or inside - found):
+            found.update(node.output)
+    return found
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _nodes(attribute.g)
+
+
+def place(folder: str, work: str, optimizer: str = "Adam") -> Placement:
+    """Makes a session of a work on CUDA, runs a step, and returns where its nodes are."""
+    import ortops
+    from benchmarks.peers.with_ortops import trainable
+    from ortops.engine.execution.onnxruntime_sessions import Sessions
+
+    opened: list[tuple[onnx.ModelProto, Any]] = []
+    make = Sessions.open
+
+    def open_and_keep(self: Sessions, model: onnx.ModelProto, **options: Any) -> Any:
+        session = make(self, model, **options)
+        opened.append((model, session))
+        return session
+
+    Sessions.open = open_and_keep  # type: ignore[method-assign]
+    task = Task(folder, WORKS[work].network(), exported=isinstance(WORKS[work], Export))
+    error = ""
+    try:
+        session = ortops.TrainingSession(
+            trainable(task, optimizer), providers=["CUDAExecutionProvider"]
+        )
+        session.step(task.batches()[0])
+    except ortops.errors.KernelError:
+        pass  # a kernel that has computed nothing: the graph is placed already
+    except ortops.errors.OrtopsError as refused:
+        error = str(refused).splitlines()[0]
+    nodes, shapes, fallen = 0, 0, Counter[str]()
+    for model, session in opened:
+        data = reached(model.graph)
+        by_name = {node.name: node for node in _nodes(model.graph)}
+        for part in session.get_provider_graph_assignment_info():
+            for each in part.get_nodes():
+                nodes += 1
+                if part.ep_name != CPU:
+                    continue
+                node = by_name.get(each.name)
+                if node is None or data.intersection([*node.input, *node.output]):
+                    fallen[each.op_type] += 1
+                else:
+                    shapes += 1
+    return Placement(nodes, shapes, dict(fallen.most_common()), error)
+
+
+def _placed(work: str) -> Placement:
+    """Returns what `place` finds in a process with the double."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(WORKS[work], folder, ["Adam"])
+        code = (
+            "import dataclasses, json, sys; from benchmarks.placement import place;"
+            "print(json.dumps(dataclasses.asdict(place(*sys.argv[1:]))))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, folder, work],
+            env={**os.environ, **cuda_double.environment()},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        return Placement(0, 0, {}, done.stderr.strip().splitlines()[-1])
+    return Placement(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="words in the names of works, after commas")
+    given = parser.parse_args(arguments)
+    if not cuda_double.is_there():
+        sys.exit("the CUDA provider is missing: run ./scripts/cuda_environment")
+    print("| network | nodes | shapes on the CPU | others on the CPU |")
+    print("| --- | --- | --- | --- |")
+    for name in find([text for text in given.only.split(",") if text]):
+        if isinstance(WORKS[name], Update):
+            continue
+        found = _placed(name)
+        listed = ", ".join(f"{operator} {count}" for operator, count in found.fallen.items())
+        others = found.error or (f"{sum(found.fallen.values())}: {listed}" if listed else "0")
+        print(f"| {name} | {found.nodes} | {found.shapes} | {others} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
