@@ -19,9 +19,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from benchmarks import cuda_double
 from benchmarks.task import Task
@@ -30,11 +31,15 @@ from benchmarks.works import WORKS, Export, Update, find, write
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["Placement", "main", "place", "reached"]
+__all__ = ["Placement", "main", "place", "place_work", "reached"]
 
 CPU = "CPUExecutionProvider"
 WITHOUT_DATA = ("Shape", "Size")
 """Operators whose outputs say nothing about the values of their inputs."""
+
+
+OF_SHAPES = ("Gather",)
+"""Operators of nodes that onnxruntime's optimizer adds and that permute the sizes of a Shape."""
 
 
 @dataclass(frozen=True)
@@ -83,32 +88,32 @@ def _nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
                 yield from _nodes(attribute.g)
 
 
-def place(folder: str, work: str, optimizer: str = "Adam") -> Placement:
-    """Makes a session of a work on CUDA, runs a step, and returns where its nodes are."""
+def place(make: Callable[[], onnx.ModelProto], batch: Mapping[str, Any]) -> Placement:
+    """Makes a session of a trainable model on CUDA, makes a step, and returns where its nodes are.
+
+    Args:
+        make: Returns the trainable model.
+        batch: What is fed.
+    """
     import ortops
-    from benchmarks.peers.with_ortops import trainable
     from ortops.engine.execution.onnxruntime_sessions import Sessions
 
     opened: list[tuple[onnx.ModelProto, Any]] = []
-    make = Sessions.open
+    make_session = Sessions.open
 
     def open_and_keep(self: Sessions, model: onnx.ModelProto, **options: Any) -> Any:
-        session = make(self, model, **options)
+        session = make_session(self, model, **options)
         opened.append((model, session))
         return session
 
-    Sessions.open = open_and_keep  # type: ignore[method-assign]
-    task = Task(folder, WORKS[work].network(), exported=isinstance(WORKS[work], Export))
     error = ""
-    try:
-        session = ortops.TrainingSession(
-            trainable(task, optimizer), providers=["CUDAExecutionProvider"]
-        )
-        session.step(task.batches()[0])
-    except ortops.errors.KernelError:
-        pass  # a kernel that has computed nothing: the graph is placed already
-    except ortops.errors.OrtopsError as refused:
-        error = str(refused).splitlines()[0]
+    with mock.patch.object(Sessions, "open", open_and_keep):
+        try:
+            ortops.TrainingSession(make(), providers=["cuda"]).step(batch)
+        except ortops.errors.KernelError:
+            pass  # of a kernel that has computed nothing: the nodes are placed already
+        except ortops.errors.OrtopsError as refused:
+            error = str(refused).splitlines()[0]
     nodes, shapes, fallen = 0, 0, Counter[str]()
     for model, session in opened:
         data = reached(model.graph)
@@ -119,20 +124,32 @@ def place(folder: str, work: str, optimizer: str = "Adam") -> Placement:
                 if part.ep_name != CPU:
                     continue
                 node = by_name.get(each.name)
-                if node is None or data.intersection([*node.input, *node.output]):
-                    fallen[each.op_type] += 1
+                if node is None:
+                    is_shape = each.op_type in OF_SHAPES
                 else:
+                    is_shape = data.isdisjoint([*node.input, *node.output])
+                if is_shape:
                     shapes += 1
+                else:
+                    fallen[each.op_type] += 1
     return Placement(nodes, shapes, dict(fallen.most_common()), error)
 
 
+def place_work(folder: str, work: str) -> Placement:
+    """Returns where the nodes of a step of a work are, which `write` has written to a folder."""
+    from benchmarks.peers.with_ortops import trainable
+
+    task = Task(folder, WORKS[work].network(), exported=isinstance(WORKS[work], Export))
+    return place(lambda: trainable(task, "Adam"), task.batches()[0])
+
+
 def _placed(work: str) -> Placement:
-    """Returns what `place` finds in a process with the double."""
+    """Returns what `place_work` finds in a process with the double."""
     with tempfile.TemporaryDirectory() as folder:
         write(WORKS[work], folder, ["Adam"])
         code = (
-            "import dataclasses, json, sys; from benchmarks.placement import place;"
-            "print(json.dumps(dataclasses.asdict(place(*sys.argv[1:]))))"
+            "import dataclasses, json, sys; from benchmarks.placement import place_work;"
+            "print(json.dumps(dataclasses.asdict(place_work(*sys.argv[1:]))))"
         )
         done = subprocess.run(
             [sys.executable, "-c", code, folder, work],

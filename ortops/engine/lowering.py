@@ -46,12 +46,13 @@ from ortops.optimizers import OPERATORS
 
 TRAINING_DOMAIN = custom_ops.DOMAIN
 
-Target: TypeAlias = Literal["onnxruntime", "webgpu"]
+Target: TypeAlias = Literal["onnxruntime", "cuda", "webgpu"]
 """The runtime for which a graph is made; None means any that implements the ONNX standard."""
 
 _RUNTIMES: Mapping[str | None, Runtime] = {
     None: "any",
     "onnxruntime": "onnxruntime",
+    "cuda": "cuda",
     "webgpu": "webgpu",
 }
 

@@ -14,11 +14,12 @@ import onnxruntime
 from ortops._common.arguments import choice
 from ortops.engine.execution.memory import DeviceArray, Memory, device_of, ort_value
 from ortops.engine.execution.placement import RECORDS, name_nodes
-from ortops.engine.execution.providers import CPU, WEBGPU, Provider
+from ortops.engine.execution.providers import CPU, CUDA, WEBGPU, Provider
 from ortops.engine.execution.settings import Settings
 from ortops.engine.inference import InferenceSession, lend, open_lowered
 from ortops.errors import FREE_BATCH, KernelError, OrtopsError, UnsupportedError, is_raised_by
 from ortops.graph.passes import passes_for
+from ortops.graph.passes.draft import Runtime
 
 UpdateKernels: TypeAlias = Literal["auto", "onnx", "python", "compiled"]
 
@@ -29,6 +30,9 @@ _COPIED_OPTIONS = (
     "profile_file_prefix",
 )
 
+
+SESSIONS: Mapping[str, Runtime] = {WEBGPU: "webgpu_session", CUDA: "cuda_session"}
+"""The runtime whose passes a session with a provider needs."""
 
 _HERE = {CPU, "AzureExecutionProvider"}
 """Providers without memory of their own."""
@@ -82,7 +86,8 @@ class Sessions:
         # Compiled code keeps subnormal numbers.
         flushes = _entry(options, "session.set_denormal_as_zero") == "1"
         self.compiles_later = kernels == "auto" and self.on_cpu and not flushes
-        others = passes_for("webgpu_session") if WEBGPU in self.names else ()
+        runtime = next((SESSIONS[name] for name in self.names if name in SESSIONS), None)
+        others = passes_for(runtime) if runtime else ()
         self.passes = settings.passes if self.on_cpu else others
         if self.device is not None and self.kernels != "onnx":
             raise UnsupportedError(

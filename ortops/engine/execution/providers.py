@@ -23,9 +23,11 @@ CPU = "CPUExecutionProvider"
 
 WEBGPU = "WebGpuExecutionProvider"
 
-_ALIASES = {"webgpu": WEBGPU}
+CUDA = "CUDAExecutionProvider"
 
-_CUDA = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
+_ALIASES = {"webgpu": WEBGPU, "cuda": CUDA}
+
+_NEED_CUDA = (CUDA, "TensorrtExecutionProvider")
 
 _PLUGINS = {WEBGPU: "onnxruntime_ep_webgpu"}
 """Providers that a Python package brings as a plugin, and the package."""
@@ -51,6 +53,9 @@ _REFUSED_OPTIONS = {
 }
 """Options of providers with which steps could be wrong, and why."""
 
+_DEFAULTS = {CUDA: {"use_tf32": "0"}}
+"""Options of providers that are set unless the user gives them."""
+
 logger = logging.getLogger("ortops")
 
 
@@ -63,7 +68,8 @@ def choose_providers(
 
     Args:
         providers: Names, pairs of a name and options, or devices of `onnxruntime.get_ep_devices`;
-            by default, the CPU. ``"webgpu"`` stands for onnxruntime's name of that provider.
+            by default, the CPU. ``"webgpu"`` and ``"cuda"`` stand for onnxruntime's
+            names of these providers.
         options: The user's options for sessions.
 
     Raises:
@@ -157,6 +163,11 @@ def _normalized(provider: Any) -> Provider:
             f"providers: there is no provider '{name}'. {_hint(name, known)}{_available()}"
         )
     given = {str(key): str(value) for key, value in settings.items()}
+    for option, value in _DEFAULTS.get(name, {}).items():
+        if given.setdefault(option, value) is value:
+            logger.info(
+                "providers: %s with %s=%s; pass it as an option to change it", name, option, value
+            )
     for option, why in _REFUSED_OPTIONS.items():
         if given.get(option, "0").lower() not in ("0", "false"):
             raise UnsupportedError(f"providers: the option '{option}' is not supported: {why}")
@@ -186,7 +197,7 @@ def _why_unusable(name: str, settings: dict[str, str]) -> str:
     """Returns why a provider cannot be used on this machine; "" if it can."""
     if name == CPU:
         return ""
-    if name in _CUDA:
+    if name in _NEED_CUDA:
         _load_cuda()
     if name not in onnxruntime.get_available_providers() and (why := _register(name)):
         return why

@@ -18,6 +18,7 @@ from ortops.graph.passes.broadcast_scalars import NUMBERS
 from ortops.graph.passes.chunked_logits import CHUNKED_LOGITS
 from ortops.graph.passes.computed_sizes import COMPUTED_SIZES
 from ortops.graph.passes.cross_entropy import CROSS_ENTROPY
+from ortops.graph.passes.cuda import CUDA
 from ortops.graph.passes.draft import Pass, Runtime
 from ortops.graph.passes.gated_sums import GATED_SUMS
 from ortops.graph.passes.gelu import GELU
@@ -61,6 +62,7 @@ PASSES: tuple[Pass, ...] = (
     SWISH,  # prepared after BLOCKED, which knows only its parts
     RECURRENT,
     ROUNDING,
+    CUDA,
     WEBGPU,
     WEBGPU_SESSION,
 )

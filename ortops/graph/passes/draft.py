@@ -14,7 +14,9 @@ from ortops.graph.autodiff.registry import Rules, Table
 from ortops.graph.passes.finite import unbounded_values
 from ortops.graph.tensor import Names
 
-Runtime: TypeAlias = Literal["any", "onnxruntime", "webgpu", "webgpu_session", "session"]
+Runtime: TypeAlias = Literal[
+    "any", "onnxruntime", "cuda", "cuda_session", "webgpu", "webgpu_session", "session"
+]
 """What runs a graph: any runtime that implements the ONNX standard, onnxruntime with the CPU
 provider, onnxruntime with the WebGPU provider (alone, or in a TrainingSession), or a
 TrainingSession on this machine's CPU."""

@@ -57,7 +57,7 @@ class _WebGPU(Pass):
         """Expands BatchNormalization, and replaces float64 computations with float32."""
         graphs = [draft.graph]
         for graph in graphs:
-            rewrite(graph, draft.names, _batch_normalization)
+            rewrite(graph, draft.names, expand_batch_normalization)
             graphs += [inner for node in graph for inner in inner_graphs(node)]
         kept = _separate(draft) if self._exact else set()
         replace_type(draft.graph, ir.DataType.DOUBLE, ir.DataType.FLOAT, _narrow_tensor, kept)
@@ -110,7 +110,7 @@ def _max_pool(
 
 
 @pattern("BatchNormalization")
-def _batch_normalization(node: ir.Node, tape: Tape) -> Result:
+def expand_batch_normalization(node: ir.Node, tape: Tape) -> Result:
     """Normalizes with the mean and variance of the batch, as specified for training mode."""
     if not node.attributes.get_int("training_mode", 0):
         return None

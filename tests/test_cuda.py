@@ -1,0 +1,134 @@
+"""Training on onnxruntime's CUDA provider, without a GPU: forms of graphs, and where nodes run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import ortops
+from benchmarks import cuda_double
+from ortops import Tape, build_training_model, op
+from ortops.engine.execution.providers import CUDA, _normalized
+
+
+def images(
+    pool: int = 2, pads: tuple[int, ...] = (1, 1, 1, 1), **convolution: Any
+) -> onnx.ModelProto:
+    """Returns a classifier with a convolution, live statistics and pooling."""
+    rng = np.random.default_rng(0)
+
+    def weight(name: str, *shape: int) -> Any:
+        return tape.initializer(name, rng.standard_normal(shape).astype(np.float32) / 3)
+
+    with Tape(name="images") as tape:
+        x = tape.input("images", np.float32, ["batch", 3, 8, 8])
+        x = op.Conv(x, weight("first", 4, 3, 3, 3), pads=[1, 1, 1, 1])
+        scale, bias, mean, variance = (
+            tape.initializer(f"norm.{name}", np.full(4, value, np.float32))
+            for name, value in {"scale": 1.5, "bias": 0.1, "mean": 0.0, "variance": 1.0}.items()
+        )
+        x = op.Relu(op.BatchNormalization(x, scale, bias, mean, variance))
+        x = op.MaxPool(x, kernel_shape=[pool, pool], strides=[2, 2])
+        x = op.Conv(x, weight("second", 5, 4, 3, 3), pads=list(pads), strides=[2, 2], **convolution)
+        x = op.ReduceMean(x, [2, 3], keepdims=0)
+        tape.output(x @ weight("head", 5, 3), "logits")
+    return tape.model()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "windows that tile": {},
+    "windows that overlap": {"pool": 3},
+    "pads at the beginning": {"pads": (1, 1, 0, 0)},
+    "pads at the end": {"pads": (0, 0, 1, 1)},
+    "more pads at one end": {"pads": (2, 1, 1, 2)},
+    "dilations": {"pads": (2, 2, 1, 1), "dilations": [2, 2]},
+}
+
+
+def trainable(case: str) -> onnx.ModelProto:
+    return build_training_model(
+        images(**CASES[case]),
+        loss="SoftmaxCrossEntropy",
+        optimizer="Adam",
+        batch_normalization="train",
+    )
+
+
+BATCH = {
+    "images": np.random.default_rng(1).standard_normal((6, 3, 8, 8)).astype(np.float32),
+    "labels": np.arange(6) % 3,
+}
+
+
+def feeds(graph: onnx.ModelProto) -> dict[str, np.ndarray]:
+    """Returns the values of variables that a step graph begins with, and a batch."""
+    initial = {each.name: onnx.numpy_helper.to_array(each) for each in graph.graph.initializer}
+    wanted = {value.name for value in graph.graph.input}
+    return {**{name: value for name, value in initial.items() if name in wanted}, **BATCH}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_for_cuda_compute_the_same(case: str) -> None:
+    """On the CPU, which has kernels for both forms."""
+    flat = ortops.step_graph(trainable(case))
+    graphs = [ortops.lower(flat), ortops.lower(flat, target="cuda")]
+    for node in graphs[1].graph.node:
+        values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        assert node.op_type != "MaxUnpool"
+        assert node.op_type != "BatchNormalization" or not values.get("training_mode")
+        if node.op_type == "ConvTranspose":
+            pads = values.get("pads", [])
+            assert pads[: len(pads) // 2] == pads[len(pads) // 2 :]
+    results = []
+    for graph in graphs:
+        session = onnxruntime.InferenceSession(graph.SerializeToString())
+        names = [each.name for each in session.get_outputs()]
+        results.append(dict(zip(names, session.run(None, feeds(graph)), strict=True)))
+    standard, adapted = results
+    assert standard.keys() == adapted.keys()
+    for name, value in standard.items():
+        np.testing.assert_allclose(adapted[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_products_are_float32_unless_the_user_wants_tf32() -> None:
+    assert _normalized("cuda") == (CUDA, {"use_tf32": "0"})
+    assert _normalized((CUDA, {"use_tf32": 1, "device_id": 1})) == (
+        CUDA,
+        {"use_tf32": "1", "device_id": "1"},
+    )
+
+
+PLACED = """
+import dataclasses, json
+from benchmarks.placement import place
+from tests.test_cuda import BATCH, CASES, trainable
+
+found = {case: dataclasses.asdict(place(lambda: trainable(case), BATCH)) for case in CASES}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(
+    not cuda_double.is_there(), reason="the CUDA provider is missing (./scripts/cuda_environment)"
+)
+@pytest.mark.slow  # a process
+def test_no_node_that_touches_data_runs_on_the_cpu() -> None:
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, **cuda_double.environment()}
+    done = subprocess.run(
+        [sys.executable, "-c", PLACED], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for case in CASES:
+        assert found[case]["nodes"] > 50
+        assert (found[case]["fallen"], found[case]["error"]) == ({}, ""), case
