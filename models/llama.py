@@ -16,7 +16,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 __all__ = [
-    *("CONTEXT", "HEADS", "HIDDEN", "LAYERS", "PAIRS", "WIDE", "WORDS"),
+    *("CONTEXT", "HEADS", "HIDDEN", "LAYERS", "PAIRS", "SIZE", "WIDE", "WORDS"),
     *("llama", "write", "write_tokenizer"),
 ]
 

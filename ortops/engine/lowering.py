@@ -73,7 +73,9 @@ def lower(model: ModelLike, *, target: Target | None = None) -> onnx.ModelProto:
         model: A ModelProto, its bytes, or the path of its file; it is not modified.
         target: The runtime for which to lower. By default the result has only standard operators.
             With ``"onnxruntime"`` it may also contain operators of ``com.microsoft`` that the CPU
-            provider of every onnxruntime build supports. The results differ only by rounding.
+            provider of every onnxruntime build supports. With ``"cuda"`` or ``"webgpu"`` it has
+            only standard operators, in forms for which that provider has kernels. The results
+            differ only by rounding.
 
     Returns:
         A new model. External data stay external, relative to the folder of the given file.

@@ -106,7 +106,7 @@ def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
     for node in list(all_nodes(graph)):
         known = rules.definition(node)
         if node in chosen and known is not None:
-            _replace(node, known, names)
+            replace_by_definition(node, known, names)
         elif is_bound(node):
             infer_outputs(node)
         elif not all(map(_is_known, node.outputs)):
@@ -134,8 +134,12 @@ def _nodes_on_paths(graph: ir.Graph) -> Iterator[ir.Node]:
             yield from all_nodes(inner)
 
 
-def _replace(node: ir.Node, known: Definition, names: Names) -> None:
-    """Replaces a node with the nodes of its definition."""
+def replace_by_definition(node: ir.Node, known: Definition, names: Names) -> None:
+    """Replaces a node with the nodes of its definition.
+
+    Raises:
+        UnsupportedError: If the definition does not support an attribute or output of the node.
+    """
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     tape = Tape(graph, before=node, names=names)

@@ -1,30 +1,50 @@
 """Adaptation to onnxruntime's CUDA provider: only operators for which it has kernels.
 
 Its BatchNormalization refuses training mode when a session is made, it has no MaxUnpool, and its
-ConvTranspose pads both ends of an axis alike. onnxruntime runs what it lacks on the CPU.
+ConvTranspose pads both ends of an axis alike; its Pad takes no integers, and its
+GroupQueryAttention no float32. onnxruntime runs what it lacks on the CPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import onnx_ir as ir
 
+from ortops.errors import UnsupportedError
+from ortops.graph.autodiff.expansion import replace_by_definition
 from ortops.graph.edit import inner_graphs
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
-from ortops.graph.passes.webgpu import expand_batch_normalization
+from ortops.graph.passes.webgpu import INTEGERS, expand_batch_normalization
 from ortops.graph.tensor import Tape, op
+
+_HALF_ONLY = ("GroupQueryAttention",)
+"""Operators with kernels for float16 and bfloat16 only."""
 
 
 class _CUDA(Pass):
     """Replaces operators that the provider cannot run in a training step."""
 
+    def prepare(self, draft: Draft) -> None:
+        """Replaces attention in types without a kernel by its definition."""
+        for node in list(draft.graph):
+            known = draft.rules.definition(node)
+            if known is not None and node.op_type in _HALF_ONLY and _is_wide(node):
+                with contextlib.suppress(UnsupportedError):  # it runs on the CPU, as it is
+                    replace_by_definition(node, known, draft.names)
+
     def finish(self, draft: Draft) -> None:
         """Rewrites the nodes that the provider would refuse or leave to the CPU."""
         graphs = [draft.graph]
         for graph in graphs:
-            rewrite(graph, draft.names, expand_batch_normalization, _max_unpool, _conv_transpose)
+            rewrite(graph, draft.names, *_PATTERNS)
             graphs += [inner for node in graph for inner in inner_graphs(node)]
+
+
+def _is_wide(node: ir.Node) -> bool:
+    return node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT
 
 
 @pattern("MaxUnpool")
@@ -40,6 +60,29 @@ def _max_unpool(node: ir.Node, tape: Tape) -> Result:
     zeros = op.Expand(np.zeros(1, x.dtype), flat)
     found = op.ScatterElements(zeros, op.Reshape(indices, [-1]), op.Reshape(x, [-1]), axis=0)
     return op.Reshape(found, shape)
+
+
+@pattern("Pad")
+def _pad(node: ir.Node, tape: Tape) -> Result:
+    """Joins integers with equal ones, because only floating-point tensors can be padded."""
+    x, given = node.inputs[0], node.inputs[1]
+    pads = None if given is None else tape.tensor(given).constant
+    is_plain = node.attributes.get_string("mode", "constant") == "constant"
+    if x is None or x.dtype not in INTEGERS or pads is None or len(node.inputs) > 3 or not is_plain:
+        return None
+    if min(pads) < 0:
+        return None
+    padded, value = tape.tensor(x), node.inputs[2] if len(node.inputs) > 2 else None
+    fill = np.zeros([], padded.dtype) if value is None else tape.tensor(value)
+    for axis, (before, after) in enumerate(zip(*np.split(pads, 2), strict=True)):
+        outer, inner = op.Shape(padded, start=0, end=axis), op.Shape(padded, start=axis + 1)
+        ends = [
+            op.Expand(fill, op.Concat(outer, [int(size)], inner, axis=0)) if size else None
+            for size in (before, after)
+        ]
+        parts = [part for part in (ends[0], padded, ends[1]) if part is not None]
+        padded = op.Concat(*parts, axis=axis) if len(parts) > 1 else padded
+    return padded
 
 
 @pattern("ConvTranspose")
@@ -58,5 +101,7 @@ def _conv_transpose(node: ir.Node, tape: Tape) -> Result:
     stops = [less - end or np.iinfo(np.int64).max for end, less in zip(ends, both, strict=True)]
     return op.Slice(y, starts, stops, list(range(2, 2 + rank)))
 
+
+_PATTERNS = (expand_batch_normalization, _max_unpool, _pad, _conv_transpose)
 
 CUDA = _CUDA("cuda", serves={"cuda", "cuda_session"})

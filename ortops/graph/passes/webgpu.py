@@ -24,7 +24,7 @@ from ortops.graph.passes.rewrite import Result, pattern, rewrite
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, op
 
-_INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
+INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 
 
 class _WebGPU(Pass):
@@ -140,7 +140,7 @@ def _separate(draft: Draft) -> set[ir.Value]:
     known = {
         value
         for value in graph.inputs
-        if value.dtype in _INTEGERS and value.name not in draft.feeds and value.shape == ()
+        if value.dtype in INTEGERS and value.name not in draft.feeds and value.shape == ()
     }
     known.update(graph.initializers.values())
     nodes = set()
