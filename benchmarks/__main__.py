@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmarks.
 
     Args:
-        arguments: The command-line arguments; by default those of the process.
+        arguments: The command-line arguments; by default the process's own.
 
     Returns:
         The exit status: 1 if results of peers disagree.

@@ -115,7 +115,7 @@ def mobilenet(attention: str) -> torch.nn.Module:
 
 
 def folded_mobilenet(attention: str) -> torch.nn.Module:
-    """Returns a MobileNetV2 with folded batch normalization; statistics are those of noise."""
+    """Returns a MobileNetV2 with folded batch normalization; statistics are of noise."""
     import torch
     from torch.nn.utils import fusion
 

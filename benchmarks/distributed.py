@@ -77,7 +77,7 @@ def mpiexec() -> str:
 
 
 def case_of(name: str) -> tuple[int, int, bool]:
-    """Returns a case of `CASES`, or that of a name such as ``2x8``: two ranks of 8 threads."""
+    """Returns a case of `CASES`, or the case of a name such as ``2x8``: two ranks of 8 threads."""
     if name in CASES:
         return CASES[name]
     ranks, threads = map(int, name.split("x"))

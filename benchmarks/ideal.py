@@ -1,4 +1,4 @@
-"""The ideal time of a step: that of its matrix products alone, and that of its memory traffic.
+"""The ideal time of a step: the time of its matrix products alone, and of its memory traffic.
 
 A profile says how long each node takes within a step. Ideally, a product takes as long as in a
 session of its own, whose operands are in the caches, and every other node as long as the machine
@@ -57,7 +57,7 @@ class Node:
         name: Its name after onnxruntime's optimizations.
         operator: Its operator.
         shapes: The shapes of its inputs.
-        milliseconds: The median time per step, without that of nodes in its subgraphs.
+        milliseconds: The median time per step, without the nodes in its subgraphs.
         runs: How often it runs per step.
         traffic: The bytes that it reads and writes per step.
     """
@@ -95,7 +95,7 @@ class Ideal:
         others: The other nodes of the forward and backward pass, at the speed of memory.
         update: The optimizer's update, at the speed of memory.
         bandwidth: The speed of memory, in bytes per second.
-        cache_bandwidth: That of the caches, which counts for nodes with at most `CACHED` bytes.
+        cache_bandwidth: The caches' bandwidth, which counts for nodes with at most `CACHED` bytes.
     """
 
     step: float

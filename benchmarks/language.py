@@ -48,7 +48,7 @@ class Sizes:
         wide: The width inside the MLP.
         words: The size of the vocabulary.
         context: The context length.
-        bits: The bits of a weight: 4, or those of the other tensors.
+        bits: The bits of a weight: 4, or as many as other tensors have.
         dtype: The type of all tensors that are not quantized: float32 or float16, or another of
             PyTorch's for PyTorch.
     """

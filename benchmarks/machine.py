@@ -20,7 +20,7 @@ __all__ = ["PRODUCTS", "Card", "cpu", "product_speeds", "versions"]
 
 PRODUCTS: Mapping[str, tuple[int, int]] = {"A·B": (0, 0), "A·Bᵀ": (0, 1), "Aᵀ·B": (1, 0)}
 """Whether the factors are transposed: the products of the forward pass, of the gradient of an
-activation, and of that of a weight, if weights are stored by columns."""
+activation, and of a weight's, if weights are stored by columns."""
 
 
 def cpu() -> str:
@@ -37,7 +37,7 @@ def cpu() -> str:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Returns the version of Python, and those of the packages that are installed."""
+    """Returns the versions of Python and of the packages that are installed."""
     found = {"Python": platform.python_version()}
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -94,7 +94,7 @@ def product_speeds(size: int = 1024, rounds: int = 5) -> dict[str, dict[str, flo
         rounds: The number of interleaved rounds, of which the median counts.
 
     Returns:
-        By product, the speed of onnxruntime and, if PyTorch is installed, that of PyTorch.
+        By product, the speed of onnxruntime and, if PyTorch is installed, of PyTorch.
     """
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((size, size), np.float32) for _ in range(2))

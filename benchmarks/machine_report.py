@@ -118,7 +118,7 @@ class Report:
             new.replace(folder / name)
 
     def add(self, other: Report) -> None:
-        """Adds another report, whose results replace those of the same rows and versions."""
+        """Adds another report, whose results replace results of the same rows and versions."""
         for name, machine in other.machines.items():
             runs = self.machines.get(name, {"runs": []})["runs"]
             new = [run for run in machine["runs"] if run not in runs]
@@ -258,7 +258,7 @@ _TABLES: Mapping[
         _cores,
     ),
 }
-"""By part: the headings of its columns, and the cells between those of the row and the versions."""
+"""By part: the headings of its columns, and the cells between the row's and the versions'."""
 
 
 _NOTES: Mapping[str, str] = {
@@ -485,7 +485,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _name(machine: Mapping[str, Any]) -> str:
-    """Returns the name of the card, or that of the CPU if there is none."""
+    """Returns the name of the card, or of the CPU if there is none."""
     return str(machine["card"] or machine["cpu"])
 
 

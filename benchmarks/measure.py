@@ -109,7 +109,7 @@ class Result:
     timed_values: Sequence[float]
 
     def ratios(self, other: Result) -> list[float]:
-        """Returns the ratios of times to those of another contestant, round by round."""
+        """Returns the ratios of times to another contestant's, round by round."""
         return [a / b for a, b in zip(self.seconds, other.seconds, strict=True)]
 
     def difference(self, other: Result) -> float:
@@ -133,7 +133,7 @@ _step: Any
 
 
 def limit_threads(threads: int = THREADS) -> None:
-    """Limits the threads of this process and its children to those of a peer."""
+    """Limits the threads of this process and its children to a peer's."""
     for library in ("MKL", "OMP", "OPENBLAS"):
         os.environ[f"{library}_NUM_THREADS"] = str(threads)
     if hasattr(os, "sched_setaffinity"):  # the only way to limit JAX

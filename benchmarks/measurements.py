@@ -63,7 +63,7 @@ LANGUAGE: Mapping[str, Mapping[str, int]] = {
     "3·10⁹": {"layers": 26, "hidden": 3072, "heads": 24, "pairs": 8, "wide": 8192},
     "8·10⁹": {"layers": 32, "hidden": 4096, "heads": 32, "pairs": 8, "wide": 14336},
 }
-"""The sizes of language models, as far as they are not those of `benchmarks.language.Sizes`."""
+"""The sizes of language models, as far as they differ from `benchmarks.language.Sizes`."""
 
 
 def options_of(provider: str) -> list[tuple[str, dict[str, str]]]:
@@ -90,7 +90,7 @@ def describe() -> Result:
         from onnxruntime.capi import build_and_package_info
     except ImportError as error:
         return found | {"providers": {}, "unusable": {"all": f"no onnxruntime: {error}"}}
-    found["versions"].pop("onnxruntime", None)  # that of another installation, behind this one
+    found["versions"].pop("onnxruntime", None)  # of another installation, behind this one
     package = getattr(build_and_package_info, "package_name", "onnxruntime")
     found["versions"][package] = onnxruntime.__version__
     if found["versions"].get("torch"):
@@ -407,7 +407,7 @@ def language(
         device: Where PyTorch trains.
         dtype: The type of what is not quantized.
         steps: The number of steps; the first is not counted.
-        sizes: Sizes other than those of `LANGUAGE`, for tests.
+        sizes: Sizes other than `LANGUAGE`, for tests.
 
     Returns:
         ``seconds`` per step, ``tokens`` per second, and ``megabytes``, the peak of the process in

@@ -30,14 +30,14 @@ CREATION_DEPTH = 12
 """The number of transformer layers for measuring session creation."""
 
 FIT_TARGETS = {"LeNet 28×28, batch 64": 1.03, "MLP 784-128-10, batch 32": 1.1}
-"""The target ratio of the time of `fit` to that of a loop, by workload."""
+"""The target ratio of the time of `fit` to a loop's, by workload."""
 
 STEP_GRAPH_TARGETS = {
     name: 2.0 if name.startswith(("LeNet", "ResNet")) else 1.5
     for name, work in WORKS.items()
     if isinstance(work, TrainingStep)
 }
-"""The target ratio of the time of a step graph in a plain session to that of `step`."""
+"""The target ratio of the time of a step graph in a plain session to `step`."""
 
 IMPORT = """
 import time
@@ -95,7 +95,7 @@ def creation_seconds(repeats: int) -> list[float]:
 
 
 def _fit(name: str, optimizer: str, effort: Effort) -> list[float]:
-    """Returns the ratio of the time of `fit` to that of a loop of steps, in each round."""
+    """Returns the ratio of the time of `fit` to a loop of steps, in each round."""
     import ortops
 
     work = WORKS[name]
@@ -144,7 +144,7 @@ def fit_ratios(optimizer: str, effort: Effort) -> dict[str, list[float]]:
         effort: The duration.
 
     Returns:
-        The ratio of the time of `fit` to that of the loop in each round, by workload.
+        The ratio of the time of `fit` to the loop's in each round, by workload.
     """
     found = {}
     for name in FIT_TARGETS:

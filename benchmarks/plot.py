@@ -30,7 +30,7 @@ SERIES = {
 """The peers in the chart, with their names and colors, which color-blind people can distinguish."""
 
 LIMIT = 2.0
-"""The length at which bars are cut off, with a mark, relative to that of PyTorch."""
+"""The length at which bars are cut off, with a mark, relative to PyTorch's."""
 
 _INK, _FAINT, _PAPER = "#1f2328", "#6e7781", "#ffffff"
 

@@ -169,7 +169,7 @@ def _nodes(events: Sequence[Mapping[str, Any]], steps: int) -> list[Node]:
 def _own_times(
     events: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """Yields each run of a node with its microseconds, without those of nodes in its subgraphs."""
+    """Yields each run of a node with its microseconds, without the nodes in its subgraphs."""
     kernels = [
         event
         for event in events

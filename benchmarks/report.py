@@ -61,7 +61,7 @@ class Report:
         depths: Seconds per step in each round, by workload of `DEPTH_WORKS`.
         creation: Seconds to create the session of a deep transformer.
         imports: Seconds to import `TrainingSession`.
-        fits: The ratio of the time of `fit` to that of a loop of steps in each round, by workload.
+        fits: The ratio of the time of `fit` to a loop of steps in each round, by workload.
         products: The speed of matrix products in GFLOP/s, by product and library.
     """
 

@@ -1,6 +1,6 @@
 """A workload as files, with the same initial weights and batches for every peer.
 
-Imports only numpy, so that the start-up time of a process is that of the peer.
+Imports only numpy, so that the start-up time of a process is the peer's.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Task:
         """Returns the batches, each a dict of arrays by input.
 
         The feeds of a training step are the samples, float32 (batch, …) or int64 ids, and
-        ``labels``, int64 (batch, …), in this order; those of an update are
+        ``labels``, int64 (batch, …), in this order; the batches of an update are
         ``<parameter>_gradient``.
         """
         count = len(list(Path(self.folder).glob("batch*.npz")))

@@ -42,7 +42,7 @@ class TrainingStep:
         build: Returns the inference model with its initial weights.
         sample: The shape of the model's input, without the batch.
         batch: The batch size.
-        target: The target ratio of the time of `TrainingSession.step` to that of the best peer.
+        target: The target ratio of the time of `TrainingSession.step` to the best peer's.
         run_steps: The same for `TrainingSession.run_steps`.
         heads: The number of attention heads, which cannot be inferred from shapes.
     """
@@ -146,7 +146,7 @@ class Update:
     Attributes:
         parameters: The number of parameters.
         tensors: The number of tensors of equal size that they are split into.
-        target: The target ratio of the time of `TrainingSession.step` to that of a loop in C.
+        target: The target ratio of the time of `TrainingSession.step` to a loop in C.
     """
 
     parameters: int

@@ -19,7 +19,7 @@ __all__ = ["gan"]
 def gan(width: int = 128, *, rate: float = 1e-3, seed: int = 0) -> onnx.ModelProto:
     """Builds a generator and a discriminator in one file, with an algorithm for each.
 
-    The losses are those of Goodfellow et al. 2014, with the generator's in the form that does not
+    The losses follow Goodfellow et al. 2014, with the generator's in the form that does not
     saturate: -log D(fake), and -log D(real) - log(1 - D(fake)).
 
     Args:

@@ -1,6 +1,6 @@
 """A tiny Llama with random weights in a folder of onnxruntime-genai: model, tokenizer, template.
 
-The nodes and names are those of onnxruntime-genai's builder 0.18
+The nodes and names are as onnxruntime-genai's builder 0.18 writes them
 (``python -m onnxruntime_genai.models.builder``), in float32 or with weights of 4 bits.
 """
 

@@ -76,10 +76,10 @@ def module(
 def lstm_parameters(
     weights: Mapping[str, npt.NDArray[np.float32]],
 ) -> dict[str, npt.NDArray[np.float32]]:
-    """Returns weights or gradients, with PyTorch's names and layout for those of the LSTM.
+    """Returns weights or gradients, with PyTorch's names and layout for the LSTM's.
 
     Args:
-        weights: Those of lstm() by name: ``lstm.W``, ``lstm.R`` and ``lstm.B`` have the gates in
+        weights: By name, as in lstm(): ``lstm.W``, ``lstm.R`` and ``lstm.B`` have the gates in
             the order input, output, forget, cell.
 
     Returns:

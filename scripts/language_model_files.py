@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 256,
     "pad_token_id": 256,
 }
-"""The settings of a model in transformers; the vocabulary is that of the tokenizer of bytes."""
+"""The settings of a model in transformers; the vocabulary is the tokenizer's, of bytes."""
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", {}),
@@ -98,7 +98,7 @@ def write_checkpoint(folder: Path, architecture: str, *, spread: float = 0.1) ->
     module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for weight in module.parameters():
-            if weight.ndim == 1:  # those of norms are all equal at first, and exporters merge them
+            if weight.ndim == 1:  # of a norm: all equal at first, and exporters merge them
                 weight += torch.rand(weight.shape) / 2
     module.save_pretrained(folder)
     llama.write_tokenizer(folder)

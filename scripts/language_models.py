@@ -92,7 +92,7 @@ class Trial:
     def lora(self) -> str:
         """An adapter is trained, with the loss of stock onnxruntime at first."""
         tuning = FineTuning(self.opened.path, rank=8, alpha=16, learning_rate=5e-3)
-        # Without quantization, the loss is that of transformers.
+        # Without quantization, the loss equals transformers'.
         stock = self.stock_loss(self.opened.model)
         if self.kind.is_float:
             self._compare("loss of onnxruntime", stock, self.loss)

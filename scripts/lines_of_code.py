@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LONGEST = {"file": 500, "class": 350, "function": 50}
-"""Lines of code. Those of functions are of their bodies."""
+"""Lines of code; of functions, of their bodies."""
 
 _IGNORED = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -36,7 +36,7 @@ class Package(NamedTuple):
     """A part of the package, and the tests that are to detect defects in it.
 
     Attributes:
-        modules: Folders and modules of `ortops/`, without those of another package that are named
+        modules: Folders and modules of `ortops/`, without modules of another package that are named
             more exactly.
         tests: Files in `tests/`, as patterns without `.py`.
     """

@@ -83,7 +83,7 @@ def value_of(module: ModuleType, name: str) -> Any:
 
 
 def members(value: type) -> dict[str, Any]:
-    """Returns the public methods and properties of a class: its own, and those of private bases."""
+    """Returns the public methods and properties of a class and of its private bases."""
     classes = [each for each in value.__mro__ if each is value or each.__name__.startswith("_")]
     return {
         name: member

@@ -141,7 +141,7 @@ PEERS: Mapping[str, Peer] = {
         "with_step_graph", {"target": None}, "onnxruntime", update=False, exported=False
     ),
     TORCH: Peer("with_torch", package="torch", start=True),
-    # Start-up would be that of eager PyTorch plus compilation.
+    # Start-up would be eager PyTorch's plus compilation.
     "torch.compile": Peer(
         "with_torch", {"compiled": True}, "torch", ("g++", "clang++"), update=False
     ),

@@ -250,7 +250,7 @@ def _lstm(p: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
     return _linear(p, "fc", last), {}
 
 
-# ------------------------------------------------- those of transformers, by its names of weights
+# ------------------------------------------------- modules of transformers, by its names of weights
 
 
 def _bert(p: Weights, ids: jax.Array, *, heads: int) -> tuple[jax.Array, Weights]:

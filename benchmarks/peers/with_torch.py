@@ -1,4 +1,4 @@
-"""PyTorch: its modules or those of transformers, the same weights, and fused optimizers."""
+"""PyTorch: its modules or modules of transformers, the same weights, and fused optimizers."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Gloo:
 
 
 def train(session: ortops.TrainingSession, epochs: int) -> None:
-    """Trains in one process or several: ``batch_size`` is that of all together."""
+    """Trains in one process or several: ``batch_size`` counts the rows of all together."""
     session.fit(TRAIN, epochs=epochs, batch_size=32, progress=False)
 
 
