@@ -16,6 +16,7 @@ import onnx
 
 from ortops import losses
 from ortops._common.numbers import cast_numbers, is_numeric
+from ortops._common.optional import missing_package
 from ortops.engine.building.builder import build_training_model
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError
@@ -32,9 +33,7 @@ try:
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 except ImportError as error:
-    raise OrtopsError(
-        "ortops.sklearn: scikit-learn 1.6 or newer is not installed; install ortops[sklearn]"
-    ) from error
+    raise missing_package("ortops.sklearn", "scikit-learn 1.6 or later", "sklearn") from error
 
 __all__ = ["OnnxClassifier", "OnnxRegressor"]
 

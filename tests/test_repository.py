@@ -477,6 +477,36 @@ def test_what_the_package_imports_is_declared() -> None:
     assert unused <= {"alembic", "mpich", "pandas", "sqlalchemy"}
 
 
+def test_optional_packages_are_imported_by_one_function() -> None:
+    """Only it says what is missing, and the groups that the package and its pages name exist."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = set(project["optional-dependencies"])
+    wrong, caught = [], []
+    pages = [ROOT / "README.md", *(ROOT / "ortops").rglob("*.md")]
+    for path in [*pages, *(ROOT / "ortops").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        named = re.findall(r"ortops\[([a-z][a-z,\s]*)\]", text)
+        found = {each.strip() for names in named for each in names.split(",")}
+        if path.suffix == ".py":
+            tree = ast.parse(text)
+            calls = (each for each in ast.walk(tree) if isinstance(each, ast.Call))
+            names = ("optional_module", "missing_package")
+            own = [call for call in calls if ast.unparse(call.func) in names]
+            third = (call.args[2] for call in own if len(call.args) > 2)
+            found |= {each.value for each in third if isinstance(each, ast.Constant)}
+            handlers = (each for each in ast.walk(tree) if isinstance(each, ast.ExceptHandler))
+            if any(re.search("ImportE|ModuleNotF", ast.unparse(e.type or e)) for e in handlers):
+                caught.append(path.relative_to(ROOT / "ortops").as_posix())
+        wrong += [f"{path.relative_to(ROOT)}: {name}" for name in sorted(found - groups)]
+    assert not wrong, "\n".join(["groups that pyproject.toml lacks", *wrong])
+    assert set(caught) == {
+        *("_common/optional.py", "sklearn.py"),  # whose classes are subclasses of scikit-learn's
+        *("graph/files/atomic.py", "graph/files/held_file.py", "llm/checkpoint.py"),  # the system's
+        *("engine/trainable/limited.py", "llm/rendering.py"),  # run without the package
+        *("engine/custom_ops.py", "conformance/__main__.py"),  # a dependency; what a user names
+    }
+
+
 @pytest.mark.slow
 def test_files_that_import_optional_packages_are_listed() -> None:
     """Otherwise, ./scripts/test fails while it collects tests, where a package is missing."""
