@@ -26,10 +26,10 @@ from models import llama
 from ortops.cli import main
 from ortops.graph.limits import LIMITS
 from ortops.llm import FineTuning, rendering
+from ortops.llm.batches import packed
 from ortops.llm.examples import chat, read_examples
 from ortops.llm.folder import open_folder
-from ortops.llm.packing import packed
-from ortops.llm.preferences import read_pairs
+from ortops.llm.row_kinds import read_pairs
 from ortops.llm.sequence_pairs import read_sequence_pairs
 from ortops.llm.tokenization import Tokenizer
 
