@@ -233,8 +233,6 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the session from the file."""
         file = state.pop("_file", None)
-        for name in ("_weight", "_rate", "_own_rate"):  # which files of older versions lack
-            state.setdefault(name, None)
         super().__setstate__(state)
         if file is not None:
             self._open(onnx.load_model_from_string(file))

@@ -51,7 +51,7 @@ from ortops.lora.files import with_adapter
 from ortops.lora.peft import with_peft
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
 from ortops.losses.preference import REWARD_MARGIN
-from ortops.metrics.metric import Array, Mean, StreamingMetric
+from ortops.metrics.metric import Array, Mean
 from ortops.optimizers import Adam
 from ortops.schedules import Schedule
 
@@ -582,15 +582,11 @@ def _rewards(session: TrainingSession, pairs: Iterable[Mapping[str, Any]]) -> di
     """Returns the loss of DPO, the reward margin and the reward accuracy of batches of pairs."""
     algorithm = session._loaded.proto.training_info[0].algorithm
     made = [name for node in algorithm.node for name in node.output]
-    margin = next((name for name in made if name.startswith(REWARD_MARGIN)), None)
-    metrics: list[StreamingMetric] = []
-    if margin is None:
-        logger.warning("evaluate: the file was built before margins had a name, so none is known")
-    else:
-        compared = {"output": margin, "target": session.metadata.prediction.target}
-        metrics = [_Margin(name="reward_margin", **compared)]
-        metrics += [_Preferred(name="reward_accuracy", **compared)]
-    return session.evaluate(list(pairs), metrics=metrics)
+    margin = next(name for name in made if name.startswith(REWARD_MARGIN))
+    compared = {"output": margin, "target": session.metadata.prediction.target}
+    margins = _Margin(name="reward_margin", **compared)
+    preferred = _Preferred(name="reward_accuracy", **compared)
+    return session.evaluate(list(pairs), metrics=[margins, preferred])
 
 
 class _Margin(Mean):
