@@ -21,8 +21,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import ortops
 from models import mlp
 from ortops.cli import main
+from ortops.graph.passes import PASSES, Pass
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -501,7 +503,7 @@ def test_optional_packages_are_imported_by_one_function() -> None:
     assert not wrong, "\n".join(["groups that pyproject.toml lacks", *wrong])
     assert set(caught) == {
         *("_common/optional.py", "sklearn.py"),  # whose classes are subclasses of scikit-learn's
-        *("graph/files/atomic.py", "graph/files/held_file.py", "llm/checkpoint.py"),  # the system's
+        *("graph/files/atomic.py", "graph/files/held_file.py", "llm/tuning.py"),  # the system's
         *("engine/trainable/limited.py", "llm/rendering.py"),  # run without the package
         *("engine/custom_ops.py", "conformance/__main__.py"),  # a dependency; what a user names
     }
@@ -531,3 +533,32 @@ def test_slow_files_are_left_out_only_where_no_slow_test_is_wanted() -> None:
     ]
     found = [bool(conftest.ALL_SLOW.search(f"import x\n\n{text}\n")) for text in (*slow, *some)]
     assert found == [True, True, False, False, False]
+
+
+def test_what_there_is_to_choose_is_declared_where_it_is_defined() -> None:
+    """What its file does not list, or is in a file that is not read, could not be used."""
+    bases = {"losses": ortops.losses.Loss, "metrics": ortops.metrics.StreamingMetric}
+    bases |= {"optimizers": ortops.optimizers.Optimizer}
+    helpers = ("losses.loss", "metrics.metric", "metrics.functions", "optimizers.optimizer")
+    parts = ("ClassLoss", "MulticlassLoss", "PerClass")  # of which others are made
+    missing = []
+    for package, base in bases.items():
+        for path in sorted((ROOT / "ortops" / package).glob("[!_]*.py")):
+            module = importlib.import_module(f"ortops.{package}.{path.stem}")
+            defined = ast.parse(path.read_text(encoding="utf-8")).body
+            names = [each.name for each in defined if isinstance(each, ast.ClassDef)]
+            found = [n for n in names if issubclass(getattr(module, n), base) and n[0] != "_"]
+            listed = {*getattr(module, "__all__", ()), *parts}
+            if f"{package}.{path.stem}" not in helpers:
+                missing += [f"{path.stem}: {name}" for name in found if name not in listed]
+            missing += [
+                f"ortops.{package}: {name}"
+                for name in getattr(module, "__all__", ())
+                if name not in importlib.import_module(f"ortops.{package}").__all__
+            ]
+    for path in sorted((ROOT / "ortops" / "graph" / "passes").rglob("[!_]*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for value in vars(importlib.import_module(name)).values():
+            if isinstance(value, Pass) and value not in PASSES:
+                missing.append(f"{name}: pass '{value.name}'")
+    assert not missing, "\n".join(missing)

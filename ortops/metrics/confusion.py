@@ -23,6 +23,8 @@ from ortops.metrics.metric import (
     yes_border,
 )
 
+__all__ = ["ConfusionMatrix"]
+
 
 @dataclass
 class ConfusionMatrix(StreamingMetric):
