@@ -16,6 +16,7 @@ import onnx
 
 from ortops import losses
 from ortops._common.numbers import cast_numbers, is_numeric
+from ortops._common.optional import missing_package
 from ortops.engine.building.builder import build_training_model
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError
@@ -32,9 +33,7 @@ try:
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 except ImportError as error:
-    raise OrtopsError(
-        "ortops.sklearn: scikit-learn 1.6 or newer is not installed; install ortops[sklearn]"
-    ) from error
+    raise missing_package("ortops.sklearn", "scikit-learn 1.6 or later", "sklearn") from error
 
 __all__ = ["OnnxClassifier", "OnnxRegressor"]
 
@@ -234,8 +233,6 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the session from the file."""
         file = state.pop("_file", None)
-        for name in ("_weight", "_rate", "_own_rate"):  # which files of older versions lack
-            state.setdefault(name, None)
         super().__setstate__(state)
         if file is not None:
             self._open(onnx.load_model_from_string(file))

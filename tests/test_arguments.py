@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import ortops
 from ortops._common import arguments
+from ortops._common.optional import optional_module
 
 
 @pytest.mark.parametrize("value", [3, np.int8(3), np.uint64(3), np.array(3)])
@@ -69,3 +71,16 @@ def test_functions() -> None:
     assert arguments.function("reduce", len) is len
     with pytest.raises(ortops.ArgumentError, match="reduce must be a function, got 'len'"):
         arguments.function("reduce", "len")
+
+
+def test_a_package_that_cannot_be_imported_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_package.py").write_text("raise OSError('no library libx')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ortops.OrtopsError) as found:
+        optional_module("Plot", "broken_package", "plot", "broken-package", "draw by hand")
+    assert str(found.value) == (
+        "Plot needs broken-package, which cannot be imported (no library libx); pip install "
+        "ortops[plot], or draw by hand"
+    )

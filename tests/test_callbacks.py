@@ -1245,9 +1245,7 @@ def test_a_missing_package_is_said_before_the_training(
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, f"{package}.figure", None)
     session = affine_session()
-    with pytest.raises(
-        OrtopsError, match=rf"package {package} is not installed; pip install ortops\[{group}\]"
-    ):
+    with pytest.raises(OrtopsError, match=rf"needs {package}; pip install ortops\[{group}\]"):
         session.fit(affine_batch(4), callbacks=[callback], **QUIET)
     assert session.steps_done == 0
     assert names(tmp_path) == []

@@ -444,7 +444,7 @@ def test_images_stand_upright_and_have_8_bits(pictures, capsys):
     assert "its pixels have more than 8 bits (mode I;16)" in capsys.readouterr().err
     wrong = ["--data", "photos", "--mean", "1", "2", "--output", "found.npz"]
     assert run("predict", "tint.onnx", *wrong) == 1
-    assert "--mean must have 1 or 3 numbers" in capsys.readouterr().err
+    assert "mean must have 1 or 3 numbers" in capsys.readouterr().err
 
 
 def test_arrays_of_different_lengths_are_refused(folder, capsys):

@@ -168,7 +168,7 @@ PAIRS: dict[str, list[Pair]] = {
 ELSEWHERE = {
     # what is compared below by what it results in
     *("--loss", "--optimizer", "--learning-rate", "--sample-weight", "--metrics", "--outputs"),
-    *("--batch-size", "--scale", "--mean", "--std", "--deviation", "--original", "--validation"),
+    *("--batch-size", "--scale", "--mean", "--std", "--original", "--validation"),
     # of the command line alone: files, forms of output, and what a shell is told
     *("--data", "--columns", "--save", "--output", "--config", "--write-config", "--json", "--all"),
     *("--force", "--debug", "--help", "--resume", "--quiet", "--no-quiet", "--no-train-metrics"),
@@ -394,7 +394,7 @@ def test_images_are_the_same(dtype: str, tmp_path: Path, monkeypatch: pytest.Mon
         words |= {
             "--scale 2": {"scale": 2.0},
             "--mean 0.5 --std 0.25": {"mean": [0.5], "std": [0.25]},
-            "--mean 0.1 0.2 --mean 0.3 --deviation 1 2 4": {
+            "--mean 0.1 0.2 --mean 0.3 --std 1 2 4": {
                 "mean": [0.1, 0.2, 0.3],
                 "std": [1, 2, 4],
             },

@@ -19,9 +19,11 @@ import pytest
 
 from ortops import FeedError, OrtopsError
 from ortops.cli import main
-from ortops.cli.data import Wanted, read_data, select
 from ortops.data import images as images_module
+from ortops.data.files import read_data
 from ortops.data.images import Images
+from ortops.data.rows import select
+from ortops.data.wanted import Wanted
 from ortops.graph.files import opening
 from ortops.graph.files.archive import read_arrays
 from ortops.graph.files.opening import open_regular
@@ -415,7 +417,7 @@ def test_broken_parquet_files_are_named() -> None:
     whole = Path("data.parquet").read_bytes()
     for content in (b"", b"PAR1", whole[:-10], whole[: len(whole) // 2], b"x" * 100):
         Path("data.parquet").write_bytes(content)
-        assert "; give a Parquet file" in refused("data.parquet")
+        assert "; write it again, as Parquet" in refused("data.parquet")
 
 
 @tables
@@ -649,7 +651,7 @@ def test_broken_exif_data_are_said_with_the_name_of_the_file(kind: str, exif: by
         ),
         (
             "float16",
-            {"deviation": [1e-6]},
+            {"pixels": {"std": [1e-6]}},
             "has the value 200000000.0, out of range for float16, the type",
         ),
     ],
@@ -666,16 +668,16 @@ def test_pixels_that_do_not_fit(kind: str, options: dict[str, Any], told: str) -
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"scale": 0.0}, "--scale must be a finite number other than 0, got 0.0"),
-        ({"scale": float("nan")}, "--scale must be a finite number other than 0, got nan"),
-        ({"deviation": [1.0, 0.0, 1.0]}, "--std must be a finite number other than 0, got"),
-        ({"mean": [float("inf")]}, "--mean must have finite numbers, got [inf]"),
+        ({"scale": 0.0}, "scale must be a finite number other than 0, got 0.0"),
+        ({"scale": float("nan")}, "scale must be a finite number other than 0, got nan"),
+        ({"std": [1.0, 0.0, 1.0]}, "std must have finite numbers other than 0, got 0.0"),
+        ({"mean": [float("inf")]}, "mean must have finite numbers, got inf"),
     ],
 )
 def test_settings_that_make_no_numbers(options: dict[str, Any], told: str) -> None:
     picture("photos/a.png")
     with pytest.raises(OrtopsError) as error:
-        read_data("photos", [PIXELS], **options)
+        read_data("photos", [PIXELS], pixels=options)
     assert told in str(error.value)
 
 

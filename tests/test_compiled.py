@@ -412,11 +412,10 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("anew")
 def test_llvmlite_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llvmlite", None)
-    with pytest.raises(
-        OrtopsError, match=r"^kernels='compiled' needs llvmlite, which cannot be im"
-    ) as found:
+    with pytest.raises(OrtopsError) as found:
         TrainingSession(build(classifier(), "Adam"), kernels="compiled")
-    assert str(found.value).endswith("; pip install ortops[fast], or use kernels='onnx'")
+    message = "kernels='compiled' needs llvmlite; pip install ortops[fast], or use kernels='onnx'"
+    assert str(found.value) == message
 
 
 @compiled

@@ -443,5 +443,5 @@ def test_threads_may_share_it(jax: Any, scalar: Function) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, f: Function) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
-    with pytest.raises(ortops.OrtopsError, match=r"package jax is not installed; pip install orto"):
+    with pytest.raises(ortops.OrtopsError, match=r"needs jax; pip install ortops\[jax"):
         f.jax()

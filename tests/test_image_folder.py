@@ -422,8 +422,8 @@ def test_links() -> None:
     [
         ({"layout": "CHW"}, "layout must be"),
         ({"channels": "RGBA"}, "channels must be"),
-        ({"mean": [1, 2]}, "mean must have a number for each of 3 channels"),
-        ({"std": [0.0]}, "not 0 for std"),
+        ({"mean": [1, 2]}, "mean must have 1 or 3 numbers, as images have 3 channels"),
+        ({"std": [0.0]}, "std must have finite numbers other than 0, got 0"),
         ({"scale": 0}, "scale must be"),
         ({"size": (1, 2, 3)}, "size must be a height and a width"),
         ({"size": 0}, "size must be an integer >= 1"),

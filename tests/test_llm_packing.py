@@ -13,8 +13,8 @@ from models import llama
 from ortops import ArgumentError, Tape, UnsupportedError, op
 from ortops.cli import main
 from ortops.llm import FineTuning
+from ortops.llm.batches import packed
 from ortops.llm.examples import batch_of, example_of
-from ortops.llm.packing import packed
 
 ROWS = [[7, 8, 9, 10, 11, 3], [9, 10, 11], [20, 21, 22, 23], [5, 6, 5, 6, 7]]
 WIDTH, WORDS, LONGEST = 16, 32, 24

@@ -26,10 +26,10 @@ from models import llama
 from ortops.cli import main
 from ortops.graph.limits import LIMITS
 from ortops.llm import FineTuning, rendering
+from ortops.llm.batches import packed
 from ortops.llm.examples import chat, read_examples
 from ortops.llm.folder import open_folder
-from ortops.llm.packing import packed
-from ortops.llm.preferences import read_pairs
+from ortops.llm.row_kinds import read_pairs
 from ortops.llm.sequence_pairs import read_sequence_pairs
 from ortops.llm.tokenization import Tokenizer
 
@@ -457,7 +457,7 @@ def test_jinja_must_have_no_known_hole(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(LIMITS, "text_seconds", math.inf)
     tokenizer = Tokenizer(open_folder(files(tmp_path / "base")))
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.1.5")
-    with pytest.raises(ortops.OrtopsError, match=r"jinja2 must be 3\.1\.6 or later, got 3\.1\.5"):
+    with pytest.raises(ortops.OrtopsError, match=r"needs jinja2 3\.1\.6 or later, got 3\.1\.5"):
         tokenizer.chat(conversation("a"))
 
 

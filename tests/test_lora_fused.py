@@ -238,21 +238,6 @@ def test_an_adapter_fits_the_model_in_another_precision(
         )
 
 
-def test_names_with_the_operator_of_earlier_files(tmp_path: Path) -> None:
-    """They were called qkv_proj.MatMul."""
-    model = lora.add(llama.llama(), 2, targets=["qkv_proj"])
-    new = random_adapter(model)
-    form = onnxruntime.AdapterFormat()
-    form.set_adapter_version(1)
-    form.set_model_version(1)
-    arrays = {name.replace(".lora", ".MatMul.lora"): array for name, array in new.items()}
-    form.set_parameters({n: onnxruntime.OrtValue.ortvalue_from_numpy(a) for n, a in arrays.items()})
-    form.export_adapter(str(tmp_path / "a.onnx_adapter"))
-    found = values(lora.load_adapter(model, tmp_path / "a.onnx_adapter"))
-    for name, array in new.items():
-        np.testing.assert_array_equal(found[name], array)
-
-
 @pytest.mark.parametrize("bits", [32, 4])
 def test_parts_of_one_layer_are_merged_together(bits: int) -> None:
     model = lora.add(llama.llama(bits=bits), 2, 6, ["q_proj", "v_proj"])

@@ -57,7 +57,7 @@ def test_the_given_object_has_the_matrix(tmp_path: Any) -> None:
     assert found["confusion_matrix"] == pytest.approx(found["accuracy"])
     confusion.plot(tmp_path / "matrix.png")
     assert (tmp_path / "matrix.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ArgumentError, match=r"must end in \.png, \.svg or \.pdf, got"):
+    with pytest.raises(ArgumentError, match=r"must end in \.pdf, \.png or \.svg, got"):
         confusion.plot(tmp_path / "matrix.txt")
     few = ConfusionMatrix(names=["a", "b"])
     few.matrix = confusion.matrix

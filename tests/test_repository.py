@@ -21,8 +21,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import ortops
 from models import mlp
 from ortops.cli import main
+from ortops.graph.passes import PASSES, Pass
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -477,6 +479,36 @@ def test_what_the_package_imports_is_declared() -> None:
     assert unused <= {"alembic", "mpich", "pandas", "sqlalchemy"}
 
 
+def test_optional_packages_are_imported_by_one_function() -> None:
+    """Only it says what is missing, and the groups that the package and its pages name exist."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = set(project["optional-dependencies"])
+    wrong, caught = [], []
+    pages = [ROOT / "README.md", *(ROOT / "ortops").rglob("*.md")]
+    for path in [*pages, *(ROOT / "ortops").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        named = re.findall(r"ortops\[([a-z][a-z,\s]*)\]", text)
+        found = {each.strip() for names in named for each in names.split(",")}
+        if path.suffix == ".py":
+            tree = ast.parse(text)
+            calls = (each for each in ast.walk(tree) if isinstance(each, ast.Call))
+            names = ("optional_module", "missing_package")
+            own = [call for call in calls if ast.unparse(call.func) in names]
+            third = (call.args[2] for call in own if len(call.args) > 2)
+            found |= {each.value for each in third if isinstance(each, ast.Constant)}
+            handlers = (each for each in ast.walk(tree) if isinstance(each, ast.ExceptHandler))
+            if any(re.search("ImportE|ModuleNotF", ast.unparse(e.type or e)) for e in handlers):
+                caught.append(path.relative_to(ROOT / "ortops").as_posix())
+        wrong += [f"{path.relative_to(ROOT)}: {name}" for name in sorted(found - groups)]
+    assert not wrong, "\n".join(["groups that pyproject.toml lacks", *wrong])
+    assert set(caught) == {
+        *("_common/optional.py", "sklearn.py"),  # whose classes are subclasses of scikit-learn's
+        *("graph/files/atomic.py", "graph/files/held_file.py", "llm/tuning.py"),  # the system's
+        *("engine/trainable/limited.py", "llm/rendering.py"),  # run without the package
+        *("engine/custom_ops.py", "conformance/__main__.py"),  # a dependency; what a user names
+    }
+
+
 @pytest.mark.slow
 def test_files_that_import_optional_packages_are_listed() -> None:
     """Otherwise, ./scripts/test fails while it collects tests, where a package is missing."""
@@ -501,3 +533,32 @@ def test_slow_files_are_left_out_only_where_no_slow_test_is_wanted() -> None:
     ]
     found = [bool(conftest.ALL_SLOW.search(f"import x\n\n{text}\n")) for text in (*slow, *some)]
     assert found == [True, True, False, False, False]
+
+
+def test_what_there_is_to_choose_is_declared_where_it_is_defined() -> None:
+    """What its file does not list, or is in a file that is not read, could not be used."""
+    bases = {"losses": ortops.losses.Loss, "metrics": ortops.metrics.StreamingMetric}
+    bases |= {"optimizers": ortops.optimizers.Optimizer}
+    helpers = ("losses.loss", "metrics.metric", "metrics.functions", "optimizers.optimizer")
+    parts = ("ClassLoss", "MulticlassLoss", "PerClass")  # of which others are made
+    missing = []
+    for package, base in bases.items():
+        for path in sorted((ROOT / "ortops" / package).glob("[!_]*.py")):
+            module = importlib.import_module(f"ortops.{package}.{path.stem}")
+            defined = ast.parse(path.read_text(encoding="utf-8")).body
+            names = [each.name for each in defined if isinstance(each, ast.ClassDef)]
+            found = [n for n in names if issubclass(getattr(module, n), base) and n[0] != "_"]
+            listed = {*getattr(module, "__all__", ()), *parts}
+            if f"{package}.{path.stem}" not in helpers:
+                missing += [f"{path.stem}: {name}" for name in found if name not in listed]
+            missing += [
+                f"ortops.{package}: {name}"
+                for name in getattr(module, "__all__", ())
+                if name not in importlib.import_module(f"ortops.{package}").__all__
+            ]
+    for path in sorted((ROOT / "ortops" / "graph" / "passes").rglob("[!_]*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for value in vars(importlib.import_module(name)).values():
+            if isinstance(value, Pass) and value not in PASSES:
+                missing.append(f"{name}: pass '{value.name}'")
+    assert not missing, "\n".join(missing)

@@ -84,7 +84,6 @@ NO_FILE += ("weighed",)
 NO_PATH = ("stream", "content", "serialize(message)", "tape.model().SerializeToString()")
 # What the package opens in other ways, and why.
 OPENED_ELSEWHERE = {
-    ("cli/data.py", "parquet.ParquetFile"): "of what open_regular opened",
     ("cli/standard_streams.py", "os.open"): "the device that has no content",
     ("conformance/files.py", "file.read_bytes"): "imports nothing else, and checks it itself",
     ("graph/files/atomic.py", "file.open"): "a temporary file of its own, to lock it",

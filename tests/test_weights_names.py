@@ -513,7 +513,7 @@ def test_an_archive_that_unpacks_to_too_much(
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
     (tmp_path / "x.pt").write_bytes(b"")
-    with pytest.raises(OrtopsError, match=r"reading it needs torch \(pip install torch\)"):
+    with pytest.raises(OrtopsError, match=r"x\.pt' needs torch; pip install ortops\[torch\], or"):
         match(mlp.mlp((4, 2)), tmp_path / "x.pt")
 
 

@@ -16,7 +16,6 @@ from ortops.callbacks.monitor import (
     Mode,
     Monitor,
     begins_anew,
-    check_path,
     path_of,
     remembered,
 )
@@ -26,6 +25,7 @@ from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph import convert
 from ortops.graph.files import saving
+from ortops.graph.files.atomic import check_path
 from ortops.graph.files.messages import initializers
 
 logger = logging.getLogger("ortops")

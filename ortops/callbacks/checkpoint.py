@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortops._common.arguments import number, whole_number
-from ortops.callbacks.monitor import begins_anew, check_path, path_of, remembered
+from ortops.callbacks.monitor import begins_anew, path_of, remembered
 from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.position import POSITION_KEY
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph import convert
 from ortops.graph.files import saving
+from ortops.graph.files.atomic import check_path
 
 logger = logging.getLogger("ortops")
 

@@ -17,7 +17,6 @@ from ortops._common.arguments import whole_number
 from ortops._common.optional import optional_module
 from ortops.callbacks.monitor import (
     begins_anew,
-    check_path,
     is_line_due,
     path_of,
     remembered,
@@ -26,7 +25,7 @@ from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.foreign_arrays import as_cell, csv_text
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import OrtopsError
-from ortops.graph.files.atomic import naming, write_atomically
+from ortops.graph.files.atomic import check_path, naming, write_atomically
 from ortops.graph.files.opening import open_regular
 
 logger = logging.getLogger("ortops")

@@ -194,18 +194,3 @@ def path_of(who: str, path: object) -> Path:
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ArgumentError(f"{who}: path must be the path of a file, got {path!r}")
     return Path(os.fsdecode(path))
-
-
-def check_path(who: str, path: str | os.PathLike[str]) -> None:
-    """Checks, before the training, whether a file can be written to a path.
-
-    Raises:
-        OrtopsError: If the folder does not exist, or the path is itself a folder.
-    """
-    file = Path(path)
-    if not file.parent.is_dir():
-        raise OrtopsError(
-            f"{who}: cannot write '{file}', because there is no folder '{file.parent}'; create it"
-        )
-    if file.is_dir():
-        raise OrtopsError(f"{who}: cannot write '{file}', because it is a folder; name a file")

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ortops._common.optional import optional_module
-from ortops.callbacks.drawing import check_picture, new_panels, write_picture
 from ortops.callbacks.monitor import path_of
 from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.session import TrainingSession
+from ortops.graph.files.pictures import check_picture, new_panels, write_picture
 
 _UNDRAWN = ("seconds", "steps")
 _PAUSE = 4.0  # times the duration of drawing

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops._common.arguments import number, whole_number
-from ortops.callbacks.drawing import check_picture, new_panels, write_picture
 from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.data import Data
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, OrtopsError
+from ortops.graph.files.pictures import check_picture, new_panels, write_picture
 
 _DIVERGED = 3.0  # times the lowest loss, or its decrease so far, above the lowest loss
 _FORGETTING = 0.8  # decay of the moving average that detects divergence

@@ -19,6 +19,8 @@ _DATA = (
     "an .npz, .csv, .parquet, .arrow or .feather file, a folder with one subfolder of images per "
     "class, or - for CSV on standard input"
 )
+_OUTPUT = "the file to write, or - for standard output"
+_DROPOUT = "the ratio of a layer's input that training drops before A (default: 0)"
 _EXIT = "Exit status: 0 success, 1 error, 2 usage error."
 _EXIT_OF_CHECK = "Exit status: 0 no problems, 1 problems found, 2 unreadable model or usage error."
 
@@ -144,17 +146,13 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     _add_export_step(command)
     lower = command("lower", "exporting.lower", "replace Gradient, Adam, … with standard operators")
     lower.add_argument("model", help="an .onnx file")
-    lower.add_argument("output", help="the file to write, or - for standard output")
+    lower.add_argument("output", help=_OUTPUT)
     _add_force(lower)
     inspect = command("inspect", "inspection.inspect", "describe a model or trainable file")
     inspect.add_argument("model", help="an .onnx file, or - for standard input")
-    inspect.add_argument("--json", action="store_true", help="print a JSON object")
-    _add_list(
-        inspect,
-        "--providers",
-        "NAME",
-        "say which nodes of a step fall back to the CPU on these, such as webgpu",
-    )
+    _flag(inspect, "--json", "print a JSON object")
+    about = "say which nodes of a step fall back to the CPU on these, such as webgpu"
+    _add_list(inspect, "--providers", "NAME", about)
     _add_lora(command)
     _add_tune(command)
     _add_weights(command)
@@ -225,30 +223,49 @@ def _epilog(command: str) -> str:
     return f"examples:\n{examples}\n\n{_EXIT}" if examples else _EXIT
 
 
+def _flag(group: argparse._ActionsContainer, name: str, about: str) -> None:
+    """Adds an option without a value."""
+    group.add_argument(name, action="store_true", help=about)
+
+
+def _option(
+    group: argparse._ActionsContainer, name: str, metavar: str, about: str, kind: Any = None
+) -> None:
+    """Adds an option with a value."""
+    group.add_argument(name, metavar=metavar, help=about, type=kind)
+
+
+def _actions(parser: argparse.ArgumentParser) -> _Command:
+    """Returns what adds the commands of a command, which all write files."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+    actions.type = str
+
+    def add(name: str, about: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=about)
+        hidden = argparse.SUPPRESS
+        made.add_argument("--debug", action="store_true", default=hidden, help=hidden)
+        return made
+
+    return add
+
+
 def _add_check(command: _Command) -> None:
-    parser = command(
-        "check", "checking.check", "check whether models can be trained, and report how"
-    )
+    about = "check whether models can be trained, and report how"
+    parser = command("check", "checking.check", about)
     add = parser.add_argument
     parser.epilog = str(parser.epilog).replace(_EXIT, _EXIT_OF_CHECK)
     add("models", nargs="+", help="an .onnx file, a folder of them or of a language model, or -")
     add("--loss", help=_LOSS)
-    add(
-        "--trainable",
-        action="append",
-        metavar="PATTERN",
-        help="names or patterns of the weights to train; may be repeated",
-    )
+    about = "names or patterns of the weights to train; may be repeated"
+    add("--trainable", action="append", metavar="PATTERN", help=about)
     add("--batch-normalization", choices=("auto", "train", "frozen"), default="auto")
-    add("--all", action="store_true", help="list everything instead of a summary of long lists")
-    add(
-        "--measure",
-        type=_rows_and_tokens,
-        metavar="[ROWSx]TOKENS",
-        help="for the folder of a language model: train a few steps with so many tokens per row "
-        "and rows per batch (default: 1), and report memory and tokens per second",
+    _flag(parser, "--all", "list everything instead of a summary of long lists")
+    about = (
+        "for the folder of a language model: train a few steps with so many tokens per row "
+        "and rows per batch (default: 1), and report memory and tokens per second"
     )
-    add("--json", action="store_true", help="print a JSON array with one object per file")
+    _option(parser, "--measure", "[ROWSx]TOKENS", about, _rows_and_tokens)
+    _flag(parser, "--json", "print a JSON array with one object per file")
 
 
 def _add_algorithm(parser: argparse.ArgumentParser) -> None:
@@ -309,12 +326,11 @@ def _add_list(
     name: str,
     metavar: str,
     about: str,
-    *former: str,
     **settings: Any,
 ) -> None:
     """Adds an option with one or more values, which may be repeated."""
     settings |= {"metavar": metavar, "help": about}
-    group.add_argument(name, *former, action="extend", nargs="+", **settings)
+    group.add_argument(name, action="extend", nargs="+", **settings)
 
 
 def _add_providers(group: argparse._ActionsContainer) -> None:
@@ -338,7 +354,7 @@ def _add_data(parser: argparse.ArgumentParser, *, batch: int = 256) -> None:
     mean = "subtract this from each channel, after --scale"
     _add_list(group, "--mean", "M", mean, type=float)
     about = "divide each channel by this, after --mean"
-    _add_list(group, "--std", "D", about, "--deviation", type=_divisor)
+    _add_list(group, "--std", "D", about, type=_divisor)
     add("--batch-size", type=_count, metavar="N", help=f"rows per batch (default: {batch})")
 
 
@@ -434,12 +450,12 @@ def _add_eval(command: _Command) -> None:
     add = parser.add_argument
     add("model", help="a trainable file, or with --loss any .onnx file")
     add("--loss", help=f"only for a file without a loss: {_LOSS}")
-    add("--sample-weight", metavar="COLUMN", help=f"with --loss: {_SAMPLE_WEIGHT}")
-    add("--class-weight", metavar="WEIGHTS", help=_CLASS_WEIGHT)
+    _option(parser, "--sample-weight", "COLUMN", f"with --loss: {_SAMPLE_WEIGHT}")
+    _option(parser, "--class-weight", "WEIGHTS", _CLASS_WEIGHT)
     _add_list(parser, "--metrics", "METRIC", "metrics to compute, such as accuracy")
-    add("--ema", action="store_true", help="evaluate the averaged weights")
+    _flag(parser, "--ema", "evaluate the averaged weights")
     _add_providers(parser)
-    add("--json", action="store_true", help="print a JSON object")
+    _flag(parser, "--json", "print a JSON object")
     _add_data(parser)
 
 
@@ -455,178 +471,124 @@ def _add_predict(command: _Command) -> None:
 
 def _add_export(command: _Command) -> None:
     parser = command("export", "exporting.export", "write the trained model for inference")
-    add = parser.add_argument
-    add("model", help="a trainable file")
-    add("output", help="the file to write, or - for standard output")
-    add("--original", metavar="FILE", help="write the weights into a copy of this file")
-    add("--ema", action="store_true", help="export the averaged weights")
-    add("--merge-lora", action="store_true", help="merge the adapter into the weights")
-    add(
-        "--quantize",
-        action="store_true",
-        help="quantize weights to 8 bits with onnxruntime's dynamic quantization",
-    )
+    parser.add_argument("model", help="a trainable file")
+    parser.add_argument("output", help=_OUTPUT)
+    _option(parser, "--original", "FILE", "write the weights into a copy of this file")
+    _flag(parser, "--ema", "export the averaged weights")
+    _flag(parser, "--merge-lora", "merge the adapter into the weights")
+    about = "quantize weights to 8 bits with onnxruntime's dynamic quantization"
+    _flag(parser, "--quantize", about)
     _add_force(parser)
 
 
 def _add_export_step(command: _Command) -> None:
-    parser = command(
-        "export-step", "exporting.export_step", "write a training step for other languages"
-    )
+    about = "write a training step for other languages"
+    parser = command("export-step", "exporting.export_step", about)
     add = parser.add_argument
     add("model", help="a trainable file, or - for standard input")
     add("folder", help="the output folder; created if it does not exist")
-    add("--web", action="store_true", help="also write a JavaScript driver and web pages")
-    add(
-        "--runtime",
-        default="./ort/",
-        metavar="URL",
-        help="the folder from which the pages load onnxruntime-web (default: ort, beside them)",
-    )
-    add(
-        "--entry",
-        type=_entry,
-        default=0,
-        metavar="NAME",
-        help="the training_info entry, by name or index (default: main, the first)",
-    )
-    add(
-        "--target",
-        choices=("onnxruntime", "webgpu"),
-        help="the runtime to optimize for (default: any runtime)",
-    )
-    add("--force", action="store_true", help="overwrite files that ortops did not write")
+    _flag(parser, "--web", "also write a JavaScript driver and web pages")
+    about = "the folder from which the pages load onnxruntime-web (default: ort, beside them)"
+    add("--runtime", default="./ort/", metavar="URL", help=about)
+    about = "the training_info entry, by name or index (default: main, the first)"
+    add("--entry", type=_entry, default=0, metavar="NAME", help=about)
+    about = "the runtime to optimize for (default: any runtime)"
+    add("--target", choices=("onnxruntime", "webgpu"), help=about)
+    _flag(parser, "--force", "overwrite files that ortops did not write")
 
 
 def _add_tune(command: _Command) -> None:
     parser = command("tune", "tuning.tune", "fine-tune a language model with LoRA")
     add = parser.add_argument
-    add(
-        "folder",
-        help="a folder of onnxruntime-genai, Optimum or transformers.js, or one that this command "
-        "wrote, to train its adapter further",
+    about = (
+        "a folder of onnxruntime-genai, Optimum or transformers.js, or one that this command "
+        "wrote, to train its adapter further"
     )
-    add(
-        "data",
-        help="a file of JSON lines or Parquet, each row with messages or conversations, with "
+    add("folder", help=about)
+    about = (
+        "a file of JSON lines or Parquet, each row with messages or conversations, with "
         "prompt and completion, with text, or with input_ids; for DPO, with prompt, chosen and "
-        "rejected",
+        "rejected"
     )
-    add(
-        "--save",
-        metavar="FOLDER",
-        help="the folder to write, which is served like the original (default: <folder>-tuned)",
-    )
-    add(
-        "--merge",
-        action="store_true",
-        help="merge the adapter into the weights, for runtimes without adapters (transformers.js)",
-    )
-    add("--rank", type=_rank, metavar="N", help="the adapter's rank (default: 8)")
-    add("--alpha", type=float, metavar="A", help="the scaling's numerator (default: 16)")
-    about = "the ratio of a layer's input that training drops before A (default: 0)"
-    add("--dropout", type=float, metavar="P", help=about)
+    add("data", help=about)
+    about = "the folder to write, which is served like the original (default: <folder>-tuned)"
+    _option(parser, "--save", "FOLDER", about)
+    about = "merge the adapter into the weights, for runtimes without adapters (transformers.js)"
+    _flag(parser, "--merge", about)
+    _option(parser, "--rank", "N", "the adapter's rank (default: 8)", _rank)
+    _option(parser, "--alpha", "A", "the scaling's numerator (default: 16)", float)
+    _option(parser, "--dropout", "P", _DROPOUT, float)
     about = "the layers to adapt (default: all linear layers but lm_head)"
     _add_list(parser, "--targets", "PATTERN", about)
-    add("--epochs", type=_count, metavar="N", help="passes over the data (default: 1)")
-    add("--batch-size", type=_count, metavar="N", help="rows per batch (default: 4)")
-    add("--max-length", type=_count, metavar="N", help="truncate rows to N tokens (default: 512)")
-    add(
-        "--learning-rate",
-        metavar="RATE",
-        help="a number, or a schedule such as 'cosine(2e-4)' (default: 2e-4)",
-    )
-    add(
-        "--train-on",
-        choices=("assistant", "completion", "all"),
-        default="assistant",
-        help="train all replies of a chat, the last one, or all tokens (default: assistant)",
-    )
-    add(
-        "--loss",
-        choices=("NextToken", "DPO"),
-        help="predict the next token (the default), or prefer chosen to rejected answers",
-    )
+    _option(parser, "--epochs", "N", "passes over the data (default: 1)", _count)
+    _option(parser, "--batch-size", "N", "rows per batch (default: 4)", _count)
+    _option(parser, "--max-length", "N", "truncate rows to N tokens (default: 512)", _count)
+    about = "a number, or a schedule such as 'cosine(2e-4)' (default: 2e-4)"
+    _option(parser, "--learning-rate", "RATE", about)
+    about = "train all replies of a chat, the last one, or all tokens (default: assistant)"
+    trained = ("assistant", "completion", "all")
+    add("--train-on", choices=trained, default="assistant", help=about)
+    about = "predict the next token (the default), or prefer chosen to rejected answers"
+    add("--loss", choices=("NextToken", "DPO"), help=about)
     about = "another file, or a fraction such as 0.1 of the rows, to evaluate after each epoch"
-    add("--validation", metavar="DATA", help=about)
+    _option(parser, "--validation", "DATA", about)
     _add_providers(parser)
-    add("--group-by-length", action="store_true", help="make batches of rows of similar length")
+    _flag(parser, "--group-by-length", "make batches of rows of similar length")
     about = "join rows to rows of at most --max-length tokens, if the model keeps them apart"
-    add("--packing", action="store_true", help=about)
+    _flag(parser, "--packing", about)
     about = "print the first batch, with « and » around what is trained, and stop"
-    add("--show", action="store_true", help=about)
-    add("--seed", type=_whole_number, metavar="N", help="the order of the rows (default: 0)")
-    add(
-        "--checkpoint-steps",
-        type=_count,
-        metavar="N",
-        help="save every N steps (default: after each epoch)",
-    )
-    add("--resume", action="store_true", help="resume an interrupted training")
-    add("--quiet", action="store_true", help="show warnings only")
+    _flag(parser, "--show", about)
+    _option(parser, "--seed", "N", "the order of the rows (default: 0)", _whole_number)
+    about = "save every N steps (default: after each epoch)"
+    _option(parser, "--checkpoint-steps", "N", about, _count)
+    _flag(parser, "--resume", "resume an interrupted training")
+    _flag(parser, "--quiet", "show warnings only")
 
 
 def _add_lora(command: _Command) -> None:
-    parser = command("lora", "adapters.lora", "add, merge and export LoRA adapters")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
-    actions.type = str
-    add = actions.add_parser("add", help="add an adapter to a model")
+    action = _actions(command("lora", "adapters.lora", "add, merge and export LoRA adapters"))
+    add = action("add", "add an adapter to a model")
     add.add_argument("model", help="an .onnx file")
-    add.add_argument("output", help="the file to write, or - for standard output")
-    add.add_argument(
-        "--rank", type=_rank, default=8, metavar="N", help="the adapter's rank (default: 8)"
-    )
+    add.add_argument("output", help=_OUTPUT)
+    about = "the adapter's rank (default: 8)"
+    add.add_argument("--rank", type=_rank, default=8, metavar="N", help=about)
     about = "the scaling's numerator (default: 16)"
     add.add_argument("--alpha", type=float, default=16.0, metavar="A", help=about)
-    about = "the ratio of a layer's input that training drops before A (default: 0)"
-    add.add_argument("--dropout", type=float, default=0.0, metavar="P", help=about)
+    add.add_argument("--dropout", type=float, default=0.0, metavar="P", help=_DROPOUT)
     about = "the layers to adapt, or all-linear: all but convolutions and the output layer"
     _add_list(add, "--targets", "PATTERN", f"{about} (default: all)")
-    merge = actions.add_parser("merge", help="merge an adapter into the weights")
+    merge = action("merge", "merge an adapter into the weights")
     merge.add_argument("model", help="an .onnx file with an adapter, trainable or not")
-    merge.add_argument("output", help="the file to write, or - for standard output")
-    merge.add_argument(
-        "--adapter", metavar="FILE", help="merge this .onnx_adapter file instead of the model's own"
-    )
+    merge.add_argument("output", help=_OUTPUT)
+    about = "merge this .onnx_adapter file instead of the model's own"
+    _option(merge, "--adapter", "FILE", about)
     either = merge.add_mutually_exclusive_group()
-    either.add_argument(
-        "--dequantize", action="store_true", help="convert quantized weights to floats and merge"
-    )
-    either.add_argument(
-        "--requantize", action="store_true", help="merge, and quantize MatMulNBits weights again"
-    )
-    export = actions.add_parser("export", help="write only the adapter")
+    _flag(either, "--dequantize", "convert quantized weights to floats and merge")
+    _flag(either, "--requantize", "merge, and quantize MatMulNBits weights again")
+    export = action("export", "write only the adapter")
     export.add_argument("model", help="an .onnx file with an adapter, trainable or not")
     export.add_argument("output", help="an .onnx_adapter file, or a folder for PEFT's format")
-    for action in (add, merge, export):
-        _add_force(action)
-        action.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+    for each in (add, merge, export):
+        _add_force(each)
 
 
 def _add_weights(command: _Command) -> None:
-    parser = command("weights", "checkpoints.weights", "exchange weights with a checkpoint")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
-    actions.type = str
+    about = "exchange weights with a checkpoint"
+    action = _actions(command("weights", "checkpoints.weights", about))
     checkpoint = "a .safetensors, .safetensors.index.json, .npz or torch file"
-    match = actions.add_parser("match", help="show where a checkpoint's tensors are in a model")
+    match = action("match", "show where a checkpoint's tensors are in a model")
     match.add_argument("model", help="an .onnx file, or - for standard input")
     match.add_argument("checkpoint", help=checkpoint)
     match.add_argument("output", nargs="?", help="also write the model with the map to this file")
-    match.add_argument("--json", action="store_true", help="print a JSON object")
-    load = actions.add_parser("load", help="put the values of a checkpoint into a model")
+    _flag(match, "--json", "print a JSON object")
+    load = action("load", "put the values of a checkpoint into a model")
     load.add_argument("model", help="an .onnx file, or - for standard input")
     load.add_argument("checkpoint", help=checkpoint)
-    load.add_argument("output", help="the file to write, or - for standard output")
-    save = actions.add_parser("save", help="write the weights of a model")
+    load.add_argument("output", help=_OUTPUT)
+    save = action("save", "write the weights of a model")
     save.add_argument("model", help="an .onnx file, trainable or not, or - for standard input")
     save.add_argument("output", help="the .safetensors file to write")
-    save.add_argument(
-        "--like", metavar="CHECKPOINT", help="use the names, layouts and dtypes of this checkpoint"
-    )
-    for action in (match, load, save):
-        _add_force(action)
-        action.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+    about = "use the names, layouts and dtypes of this checkpoint"
+    _option(save, "--like", "CHECKPOINT", about)
+    for each in (match, load, save):
+        _add_force(each)

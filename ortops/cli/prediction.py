@@ -13,18 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from ortops.cli.data import (
-    DataFile,
-    Wanted,
-    read_classes,
-    read_given,
-    row_axes_of,
-    rows_of,
-    wanted_inputs,
-)
+from ortops.cli.data import read_classes, read_given
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import print_bytes
 from ortops.cli.streams import read_model
+from ortops.data.wanted import DataFile, Wanted, row_axes_of, rows_of, wanted_inputs
 from ortops.engine.inference import InferenceSession
 from ortops.engine.training.feeds import Input
 from ortops.engine.training.foreign_arrays import csv_text

@@ -13,23 +13,13 @@ from typing import Any, TypeAlias
 from ortops import callbacks, losses, metrics, optimizers, schedules
 from ortops.cli import configuration
 from ortops.cli.calls import make, read_call
-from ortops.cli.data import (
-    CLASSES_KEY,
-    Classes,
-    Column,
-    DataFile,
-    Wanted,
-    read_classes,
-    read_given,
-    row_axes_of,
-    rows_of,
-    select,
-    wanted_inputs,
-)
+from ortops.cli.data import CLASSES_KEY, Classes, read_classes, read_given
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import print_text, say
 from ortops.cli.streams import describe_stream, print_json, read_light_model, write_model
+from ortops.data.rows import Column, select
+from ortops.data.wanted import DataFile, Wanted, row_axes_of, rows_of, wanted_inputs
 from ortops.engine.building.builder import build_light
 from ortops.engine.training.sample_weights import ClassWeight
 from ortops.engine.training.session import TrainingSession

@@ -13,6 +13,8 @@ from ortops.graph.files.atomic import TEMPORARY, siblings
 from ortops.llm import FineTuning
 from ortops.llm.saving import ADAPTER, TRAINING, UNFINISHED, is_unfinished
 
+_BATCH_SIZE = 4
+
 
 def tune(options: argparse.Namespace) -> int:
     """Fine-tunes the language model of a folder."""
@@ -30,28 +32,24 @@ def tune(options: argparse.Namespace) -> int:
     continues = _is_tuned(folder)
     _check_save(options, save)
     _check_merge(options, save)
-    epochs, batch_size = options.epochs or 1, options.batch_size or 4
+    tuning = _opened(options, folder, continues=continues, resumes=resumes)
+    if options.show:
+        rows, limit = options.batch_size or _BATCH_SIZE, options.max_length or 512
+        print_text(tuning.show(options.data, rows, limit, options.train_on))
+        return 0
+    _fit(tuning, options, save, resumes=resumes)
+    say(f"wrote {save}")
+    return 0
+
+
+def _opened(
+    options: argparse.Namespace, folder: str, *, continues: bool, resumes: bool
+) -> FineTuning:
+    """Returns the training of a folder: a new one, or the one that was saved in it."""
     rate = None if options.learning_rate is None else rate_of(options.learning_rate)
-    if resumes:
-        tuning = FineTuning.load(folder, providers=options.providers)
-    elif continues:
-        for name in ("rank", "alpha", "dropout", "targets", "loss"):
-            if getattr(options, name) is not None:
-                raise OrtopsError(
-                    f"--{name}: '{folder}' already has an adapter; omit --{name}, or start "
-                    "from the original folder"
-                )
-        tuning = FineTuning.load(folder, providers=options.providers)
-        if rate is not None:
-            if not isinstance(rate, int | float):
-                raise OrtopsError(
-                    f"--learning-rate must be a number, got '{options.learning_rate}', as the "
-                    f"training of '{folder}' continues"
-                )
-            tuning.session.peak_learning_rate = rate
-    else:
-        tuning = FineTuning(
-            options.folder,
+    if not continues:
+        return FineTuning(
+            folder,
             8 if options.rank is None else options.rank,
             16 if options.alpha is None else options.alpha,
             options.targets,
@@ -60,13 +58,21 @@ def tune(options: argparse.Namespace) -> int:
             dropout=options.dropout or 0.0,
             providers=options.providers,
         )
-    if options.show:
-        limit = options.max_length or 512
-        print_text(tuning.show(options.data, batch_size, limit, options.train_on))
-        return 0
-    _fit(tuning, options, save, epochs, batch_size, resumes=resumes)
-    say(f"wrote {save}")
-    return 0
+    for name in () if resumes else ("rank", "alpha", "dropout", "targets", "loss"):
+        if getattr(options, name) is not None:
+            raise OrtopsError(
+                f"--{name}: '{folder}' already has an adapter; omit --{name}, or start "
+                "from the original folder"
+            )
+    tuning = FineTuning.load(folder, providers=options.providers)
+    if rate is not None and not resumes:
+        if not isinstance(rate, int | float):
+            raise OrtopsError(
+                f"--learning-rate must be a number, got '{options.learning_rate}', as the "
+                f"training of '{folder}' continues"
+            )
+        tuning.session.peak_learning_rate = rate
+    return tuning
 
 
 def _validation(text: str | None) -> str | float | None:
@@ -88,16 +94,14 @@ def _fit(
     tuning: FineTuning,
     options: argparse.Namespace,
     save: str,
-    epochs: int,
-    batch_size: int,
     *,
     resumes: bool,
 ) -> None:
     before = tuning.session.steps_done
     tuning.fit(
         options.data,
-        epochs=epochs,
-        batch_size=batch_size,
+        epochs=options.epochs or 1,
+        batch_size=options.batch_size or _BATCH_SIZE,
         max_length=options.max_length or 512,
         train_on=options.train_on,
         group_by_length=options.group_by_length,

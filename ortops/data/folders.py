@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,14 @@ import numpy.typing as npt
 from ortops._common.arguments import boolean, choice, number, whole_number
 from ortops._common.optional import optional_module
 from ortops.data.augmentation import Augmentation, changes_of
-from ortops.data.images import EXTENSIONS, Decoder, image_files, lazy_images, read_images
+from ortops.data.images import (
+    EXTENSIONS,
+    Decoder,
+    image_files,
+    lazy_images,
+    make_decoder,
+    read_images,
+)
 from ortops.data.rows import ImageRows, balanced_weights
 from ortops.engine.training.feeds import Feeds, Inputs
 from ortops.engine.training.row_data import RowData
@@ -217,35 +223,22 @@ def _decoder(
     """Returns what converts images, from checked arguments."""
     choice("layout", layout, ("NCHW", "NHWC"))
     choice("channels", channels, ("RGB", "BGR", "L"))
-    count = 1 if channels == "L" else 3
-    for name, given in (("mean", mean), ("std", std)):
-        if given is None:
-            continue
-        if not isinstance(given, Sequence | np.ndarray) or len(given) not in (1, count):
-            raise ArgumentError(f"{name} must have a number for each of {count} channels")
-        for each in given:
-            if not math.isfinite(each) or (name == "std" and each == 0):
-                raise ArgumentError(f"{name} must have finite numbers, not 0 for std, got {each}")
-    if number("scale", scale) == 0:
-        raise ArgumentError("scale must be a number other than 0, got 0")
     if dtype.kind not in "iuf":
         raise ArgumentError(f"dtype must be a float or integer type, got {dtype}")
-    if dtype.kind in "iu" and (mean is not None or std is not None):
-        raise ArgumentError(f"mean, std: {dtype} has unscaled pixels; leave them out")
     sides = None
     if size is not None:
         given_sides = size if isinstance(size, Sequence) else (size, size)
         if len(given_sides) != 2:
             raise ArgumentError(f"size must be a height and a width, got {size!r:.80}")
         sides = (whole_number("size", given_sides[0], 1), whole_number("size", given_sides[1], 1))
-    return Decoder(
-        channels=channels,
+    return make_decoder(
+        dtype,
+        channels,
+        scale=None if dtype.kind in "iu" else scale,
+        mean=mean,
+        std=std,
         size=sides,
         axis=0 if layout == "NCHW" else -1,
-        dtype=dtype,
-        scale=float(scale),
-        mean=None if mean is None else [float(each) for each in mean],
-        deviation=None if std is None else [float(each) for each in std],
         where="the argument dtype",
         sizeless="size= is not given",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import warnings
@@ -15,10 +16,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops._common.numbers import cast_numbers
+from ortops._common.numbers import cast_numbers, real
 from ortops._common.optional import optional_module
 from ortops.engine.training.foreign_arrays import RowIndex
-from ortops.errors import FeedError
+from ortops.errors import ArgumentError, FeedError
 from ortops.graph.files.opening import leads_out, open_regular
 from ortops.graph.limits import LIMITS
 
@@ -170,6 +171,56 @@ class Decoder:
         mean, deviation = np.array(self.mean or [0.0]), np.array(self.deviation or [1.0])
         black, white = (0.0 - mean) / deviation, (255.0 / self.scale - mean) / deviation
         return black, white
+
+
+def make_decoder(
+    dtype: np.dtype[Any],
+    channels: str,
+    *,
+    scale: float | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    **more: Any,
+) -> Decoder:
+    """Returns a decoder, after checks of what is done to pixels.
+
+    Args:
+        dtype: See `Decoder`.
+        channels: See `Decoder`.
+        scale: See `Decoder`; None for 1.
+        mean: See `Decoder`.
+        std: The value that each channel is divided by.
+        **more: The other attributes of the decoder.
+
+    Raises:
+        ArgumentError: If a value does not fit the others.
+    """
+    count = 1 if channels == "L" else 3
+    for name, given in (("mean", mean), ("std", std)):
+        if given is None:
+            continue
+        if not isinstance(given, Sequence | np.ndarray) or len(given) not in (1, count):
+            counts = " or ".join(map(str, sorted({1, count})))
+            raise ArgumentError(
+                f"{name} must have {counts} numbers, as images have {count} channels, got "
+                f"{given!r:.80}"
+            )
+        for each in given:
+            if not math.isfinite(each) or (name == "std" and each == 0):
+                but = " other than 0" if name == "std" else ""
+                raise ArgumentError(f"{name} must have finite numbers{but}, got {each}")
+    if scale is not None and (not math.isfinite(real(scale)) or scale == 0):
+        raise ArgumentError(f"scale must be a finite number other than 0, got {scale!r:.80}")
+    if dtype.kind in "iu" and any(given is not None for given in (scale, mean, std)):
+        raise ArgumentError(f"scale, mean, std: {dtype} has unscaled pixels; leave them out")
+    return Decoder(
+        channels=channels,
+        dtype=dtype,
+        scale=1.0 if scale is None else float(scale),
+        mean=None if mean is None else [float(each) for each in mean],
+        deviation=None if std is None else [float(each) for each in std],
+        **more,
+    )
 
 
 def _opened(path: Path, mode: str) -> Any:

@@ -10,17 +10,19 @@ import numpy.typing as npt
 from ortops.data.augmentation import Augmentation
 from ortops.data.images import Images, in_threads
 from ortops.engine.training.feeds import Feeds, Inputs
+from ortops.engine.training.foreign_arrays import RowIndex
 from ortops.engine.training.row_data import RowData
 from ortops.errors import ArgumentError, FeedError
+from ortops.graph.row_axes import along
 
 Array: TypeAlias = npt.NDArray[Any]
-Column: TypeAlias = Any
-"""An array, or a lazy one such as `Images`."""
+Column: TypeAlias = Array | Images
+"""The rows of a data set for one input."""
 
 
-def select(column: Column, rows: slice | npt.NDArray[np.integer[Any]]) -> Column:
-    """Returns some rows of a column; images in files are not read yet."""
-    return column.select(rows) if isinstance(column, Images) else column[rows]
+def select(column: Column, rows: RowIndex, axis: int = 0) -> Column:
+    """Returns some rows of a column, which are along an axis; images in files are not read yet."""
+    return column.select(rows) if isinstance(column, Images) else column[along(axis, rows)]
 
 
 def balanced_weights(labels: Array, classes: int) -> npt.NDArray[np.float64]:

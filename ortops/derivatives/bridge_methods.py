@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ortops._common.arguments import boolean
-from ortops.errors import OrtopsError
+from ortops._common.optional import optional_module
 
 
 class Bridges:
@@ -105,11 +105,5 @@ def _bridge(package: str) -> Any:
     Raises:
         OrtopsError: If the package is not installed; the message names what to install.
     """
-    try:
-        importlib.import_module(package)
-    except ImportError as error:
-        raise OrtopsError(
-            f"Function.{package}: the package {package} is not installed; "
-            f"pip install ortops[{package}]"
-        ) from error
+    optional_module(f"Function.{package}", package, group=package)
     return importlib.import_module(f"ortops.derivatives.bridges.{package}")

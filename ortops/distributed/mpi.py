@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import importlib
 import itertools
 import logging
 import os
@@ -16,6 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 
 from ortops._common.numbers import Array
+from ortops._common.optional import optional_module
 from ortops.errors import OrtopsError
 
 logger = logging.getLogger("ortops")
@@ -52,13 +52,8 @@ class MPI:
     _channel: ClassVar[_Channel | None] = None
 
     def __init__(self, timeout: float | None = None) -> None:
-        try:
-            module = importlib.import_module("mpi4py.MPI")
-        except ImportError as error:
-            raise OrtopsError(
-                f"join: cannot import mpi4py ({error}); pip install ortops[distributed], or pass "
-                "another communicator"
-            ) from error
+        instead = "pass another communicator"
+        module = optional_module("join", "mpi4py.MPI", "distributed", instead=instead)
         self.rank, self.size = int(module.COMM_WORLD.rank), int(module.COMM_WORLD.size)
         self._timeout = timeout
         if self.size > 1 and MPI._channel is None:

@@ -108,7 +108,7 @@ class Adapter:
                 )
 
     def dumps(self) -> str:
-        """Returns the JSON, without ``dropout`` if it is 0, which older versions cannot read."""
+        """Returns the JSON, without ``dropout`` if it is 0."""
         return json.dumps({k: v for k, v in asdict(self).items() if k != "dropout" or v})
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ def _check(found: object, kind: type[Adapter | Module], place: str) -> None:
         )
     expected = {each.name: _FIELDS[each.name] for each in fields(kind)}
     start = f"{where(METADATA_KEY)}: {place}".rstrip(": ")
-    check_fields(start, found, expected, optional=_ADDED_LATER, remedy=_REMEDY)
+    check_fields(start, found, expected, optional=_OPTIONAL, remedy=_REMEDY)
 
 
 def _check_names(name: str, module: Module) -> None:
@@ -225,14 +225,14 @@ def _is_columns(value: object) -> bool:
 
 _KINDS = ("linear", "convolution", "embedding")
 _NAME = Expected("the name of a tensor", _is_name)
-_FINGERPRINT = re.compile(r"(?:[0-9]{1,3}:)?[0-9a-f]{32}")
+_FINGERPRINT = re.compile(r"[0-9]{1,3}:[0-9a-f]{32}")
 
 _FIELDS: Mapping[str, Expected] = {
     "rank": Expected("an integer >= 1", is_rank),
     "alpha": Expected("a finite number other than 0", is_alpha),
     "rslora": BOOLEAN,
     "fingerprint": Expected(
-        "a fingerprint of 32 hexadecimal digits",
+        "a fingerprint: a version and 32 hexadecimal digits",
         lambda value: isinstance(value, str) and _FINGERPRINT.fullmatch(value) is not None,
     ),
     "modules": Expected(
@@ -250,5 +250,5 @@ _FIELDS: Mapping[str, Expected] = {
 }
 """What each field must be."""
 
-_ADDED_LATER = ("rank_pattern", "alpha_pattern", "peft", "columns", "dropout")
-"""Fields that older files lack."""
+_OPTIONAL = ("dropout",)
+"""Fields that `Adapter.dumps` leaves out where they have no effect."""

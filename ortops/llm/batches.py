@@ -1,9 +1,15 @@
-"""Reads the rows of a data set for a model, and makes batches of them."""
+"""Reads the rows of a data set for a model, and makes batches of them.
+
+Several examples are packed into one row for models that keep them apart. Whether a model does is
+found by computing: the logits of an example must not depend on the examples before it, bit for bit,
+and must be those of the example alone.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,29 +22,18 @@ from ortops.engine.training.samples import grouped
 from ortops.engine.training.session import TrainingSession
 from ortops.engine.training.validation_split import hold_out
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
-from ortops.llm.examples import (
-    PADDING,
-    TRAIN_ON,
-    Example,
-    Rows,
-    batch_of,
-    read_examples,
-    rows_of,
-)
-from ortops.llm.folder import Folder, graph_of
-from ortops.llm.packing import attention_mask, packed, refuse_leaks
-from ortops.llm.preferences import Pair, is_preference, read_pairs
-from ortops.llm.sequence_pairs import pair_feeds, read_sequence_pairs
-from ortops.llm.several_files import SeveralFiles
-from ortops.llm.tokenization import Tokenizer
+from ortops.llm.examples import IGNORED, TRAIN_ON, Example, Rows, batch_of, example_of
+from ortops.llm.folder import graph_of
+from ortops.llm.row_kinds import RowKind
 
-Unit: TypeAlias = tuple[Example] | Pair
-"""The sequences of a row."""
+Logits: TypeAlias = Callable[[Example], npt.NDArray[np.floating]]
+
+_REMEDY = "use group_by_length=True, which makes batches of rows of similar length"
 
 logger = logging.getLogger("ortops")
 
 
-def _length(unit: Unit) -> int:
+def _length(unit: Sequence[Example]) -> int:
     return max(len(example.tokens) for example in unit)
 
 
@@ -67,28 +62,12 @@ class Batches:
     """Reads rows and makes batches, in the form that a model needs.
 
     Args:
-        folder: The folder.
-        files: The files of a model in several files.
-        tokenizer: Returns the tokenizer.
+        kind: What a row is.
         inputs: The inputs of a step.
-        compares: Whether rows are pairs of a chosen and a rejected answer.
-        words: The size of the vocabulary, if it is known.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        files: SeveralFiles | None,
-        tokenizer: Callable[[], Tokenizer],
-        inputs: Inputs,
-        *,
-        compares: bool,
-        words: int | None,
-    ) -> None:
-        self._words, self._said = words, set[str]()
-        self._folder, self._files, self._tokenizer = folder, files, tokenizer
-        self._inputs, self._compares = inputs, compares
-        self._has_encoder = files is not None and files.has_encoder
+    def __init__(self, kind: RowKind, inputs: Inputs) -> None:
+        self.kind, self._folder, self._inputs = kind, kind.folder, inputs
 
     def read(self, data: Rows, max_length: int, train_on: str) -> Sequence[Any]:
         """Reads rows; see `ortops.llm.FineTuning.fit`.
@@ -109,21 +88,7 @@ class Batches:
         longest = whole_number("max_length", max_length, 2)
         longest = min(longest, self._folder.context_length or longest)
         choice("train_on", train_on, TRAIN_ON)
-        if self._has_encoder:
-            return read_sequence_pairs(
-                data, self._tokenizer, self._folder, longest, self._words, self._said
-            )
-        rows = list(rows_of(data))
-        if any(is_preference(row) != self._compares for row in rows):
-            raise FeedError(
-                "data: rows with chosen and rejected need loss=ortops.losses.DPO()"
-                if not self._compares
-                else "data: for DPO, each row must have chosen and rejected"
-            )
-        if self._compares:
-            return read_pairs(rows, self._tokenizer, max_length=longest, words=self._words)
-        settings = (train_on, longest, self._words, self._said)
-        return [(each,) for each in read_examples(rows, self._tokenizer, *settings)]
+        return self.kind.read(data, longest, train_on)
 
     def split(
         self, units: Sequence[Any], share: float, seed: int
@@ -147,12 +112,7 @@ class Batches:
         Raises:
             ArgumentError: If they do not.
         """
-        choice("padding", padding, PADDING)
-        if self._has_encoder and (group_by_length or padding != "right"):
-            raise ArgumentError(
-                "group_by_length must be False and padding 'right' for a model with an encoder, "
-                f"got {group_by_length} and {padding!r}"
-            )
+        self.kind.check(padding, group_by_length=group_by_length)
         if padding == "left" and (left := self._pads_right()):
             raise ArgumentError(
                 f"padding must be 'right', as {left} counts the tokens of a row from the left, "
@@ -187,12 +147,7 @@ class Batches:
     ) -> Iterator[dict[str, npt.NDArray[Any]]]:
         """Yields batches of rows, with the inputs that a step reads."""
         for first in range(0, len(units), batch_size):
-            rows = units[first : first + batch_size]
-            if self._files is not None and self._has_encoder:
-                batch = pair_feeds(rows, self._folder, self._files.inputs)
-            else:
-                batch = batch_of([each for unit in rows for each in unit], padding)
-            yield self._feeds(batch)
+            yield self._feeds(self.kind.batch(units[first : first + batch_size], padding))
 
     def _feeds(self, batch: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Returns the arrays of a batch that a step reads, by the names of its inputs."""
@@ -217,9 +172,7 @@ class Batches:
             ArgumentError: If rows cannot be packed.
             UnsupportedError: If the model does not keep the examples of a row apart.
         """
-        if self._has_encoder or self._compares:
-            what = "DPO" if self._compares else "a model with an encoder"
-            raise ArgumentError(f"packing must be False for {what}, got True")
+        self.kind.refuse("packing")
         folder = self._folder
 
         def logits(row: Example) -> npt.NDArray[Any]:
@@ -227,39 +180,12 @@ class Batches:
             found: npt.NDArray[Any] = session.predict(feeds, outputs=folder.logits)[0]
             return found
 
-        words = self._words or logits(units[0][0]).shape[-1]
+        words = self.kind.words or logits(units[0][0]).shape[-1]
         refuse_leaks(logits, words, self._pads_right())
         longest = min(max_length, folder.context_length or max_length)
         found = packed([example for (example,) in units], longest)
         logger.info("packed %d rows into %d", len(units), len(found))
         return [(row,) for row in found]
-
-    def text(self, units: Sequence[Any]) -> str:
-        """Returns rows as text, with marks around the tokens that are trained."""
-        if self._has_encoder:
-            raise UnsupportedError("show: models with an encoder are not supported")
-        lines = []
-        for number, unit in enumerate(units, 1):
-            for example in unit:
-                trained = int(example.trained[1:].sum())
-                lines.append(f"row {number}: {len(example.tokens)} tokens, {trained} trained")
-                lines.append(self._marked(example))
-        return "\n".join(lines)
-
-    def _marked(self, example: Example) -> str:
-        """Returns tokens as text, with « and » around what is trained, and nowhere else."""
-        changes = np.flatnonzero(np.diff(example.trained)) + 1
-        text = ""
-        for part in np.split(np.arange(len(example.tokens)), changes):
-            trained = bool(example.trained[part[0]])
-            tokens = (example.labels if trained else example.tokens)[part].tolist()
-            if self._folder.has_tokenizer:
-                shown = self._tokenizer().text(tokens, special=True)
-                shown = shown.replace("«", "\\xab").replace("»", "\\xbb")
-            else:
-                shown = " ".join(map(str, tokens)) + " "
-            text += f"«{shown}»" if trained else shown
-        return text
 
     def _pads_right(self) -> str:
         """Returns a node that needs padding on the right, as text; empty if there is none."""
@@ -267,3 +193,90 @@ class Batches:
         kinds = ("GroupQueryAttention", "PagedAttention", "SparseAttention")
         found = (node for node in graph.node if node.op_type in kinds)
         return next((f"{node.op_type} node '{node.name}'" for node in found), "")
+
+
+def packed(examples: Sequence[Example], length: int) -> list[Example]:
+    """Joins examples to rows of at most so many tokens.
+
+    The longest example comes first, and each goes into the row that it fills best.
+    """
+    sizes = np.array([len(example.tokens) for example in examples])
+    rows = list[list[Example]]()
+    room = list[tuple[int, int]]()  # of each row, sorted
+    for place in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[place])
+        found = bisect_left(room, (size, -1))
+        left, row = room.pop(found) if found < len(room) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(examples[place])
+        insort(room, (left - size, row))
+    return [_joined(row) for row in rows]
+
+
+def _joined(examples: Sequence[Example]) -> Example:
+    """Returns one row of examples. Nothing predicts the first token of each."""
+    labels = [example.labels.copy() for example in examples]
+    for each in labels:
+        each[0] = IGNORED
+    tokens = np.concatenate([example.tokens for example in examples])
+    lengths = tuple(len(example.tokens) for example in examples)
+    return Example(tokens, np.concatenate(labels), lengths)
+
+
+def refuse_leaks(logits: Logits, words: int, node: str) -> None:
+    """Refuses a model that does not keep the examples of a row apart.
+
+    Args:
+        logits: Computes the logits [tokens, words] of a row.
+        words: The size of the vocabulary.
+        node: An attention node that counts tokens only, as text; empty if there is none.
+
+    Raises:
+        UnsupportedError: If the model does not.
+    """
+    tokens = np.random.default_rng(0).integers(words, size=11)
+    first, second = tokens[:5], tokens[5:]
+    others = (first + 1) % words
+    alone, after, after_others = (
+        logits(_joined([example_of(list(part), [True] * len(part)) for part in parts]))[-6:]
+        for parts in ([second], [first, second], [others, second])
+    )
+    if not np.array_equal(after, after_others):
+        reason = (
+            f"{node} separates rows by their length only"
+            if node
+            else "no mask or position_ids among its inputs keeps them apart"
+        )
+        raise UnsupportedError(
+            f"packing: the examples of a row would attend to each other, as {reason}; {_REMEDY}"
+        )
+    scale = float(np.abs(alone).max())
+    if not np.abs(after - alone).max() <= 1e-3 * scale:  # NaN is refused, too
+        raise UnsupportedError(
+            "packing: the logits of an example would depend on its place in a row, as the model "
+            f"counts positions by itself; {_REMEDY}"
+        )
+
+
+def attention_mask(
+    segments: npt.NDArray[np.int64], rank: int, dtype: np.dtype[Any]
+) -> npt.NDArray[Any]:
+    """Returns the mask of queries and keys: of earlier tokens in the same example.
+
+    Args:
+        segments: The number of the example of each token, [batch, time].
+        rank: 3 for [batch, queries, keys], 4 for [batch, 1, queries, keys].
+        dtype: bool or an integer for 1 where attention is allowed; a float for 0 there, and the
+            least finite number elsewhere.
+    """
+    same = segments[:, :, None] == segments[:, None, :]
+    allowed = same & np.tri(segments.shape[1], dtype=bool)
+    if rank == 4:
+        allowed = allowed[:, None]
+    if dtype.kind == "f":
+        least = np.array(np.finfo(dtype).min, dtype)
+        found: npt.NDArray[Any] = np.where(allowed, np.zeros_like(least), least)
+    else:
+        found = allowed.astype(dtype)
+    return found

@@ -3,29 +3,64 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from ortops.engine.building.parameters import quantized, why_not
 from ortops.engine.check import check, quiet
 from ortops.engine.summary import text_of
+from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.serialization import to_proto
 from ortops.llm.examples import IGNORED
-from ortops.llm.experts import refuse_experts
-from ortops.llm.folder import GENAI_CONFIG, open_folder, refuse_norms
-from ortops.llm.measuring import Measurement, measure
-from ortops.llm.pruning import is_pruned, without_pruning
+from ortops.llm.folder import GENAI_CONFIG, Folder, open_folder, refuse_norms
+from ortops.llm.graphs import is_pruned, refuse_experts, without_pruning
+from ortops.llm.tuning import FineTuning, peak_memory
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.targets import chosen
 from ortops.losses import NextToken
 
 _RANK = 8
+
+_STEPS = 3
+"""The steps that are measured."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a few steps needed.
+
+    Attributes:
+        rows: The number of rows per step.
+        tokens: The number of tokens per row.
+        steps: The number of measured steps, after a first one, which takes longer.
+        seconds: The mean time per step.
+        tokens_per_second: The number of tokens of all rows per second.
+        peak_memory: The largest memory of the process until then in bytes; None on Windows.
+    """
+
+    rows: int
+    tokens: int
+    steps: int
+    seconds: float
+    tokens_per_second: float
+    peak_memory: int | None
+
+    def __str__(self) -> str:
+        memory = self.peak_memory
+        peak = "" if memory is None else f", peak memory of the process {memory / 1e6:,.0f} MB"
+        return (
+            f"measured, {self.steps} steps of rank 8 with {self.rows} × {self.tokens} tokens: "
+            f"{self.tokens_per_second:,.0f} tokens per second, {self.seconds:.2g} s per step{peak}"
+        )
 
 
 @dataclass(frozen=True)
@@ -154,7 +189,7 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
         return result
     try:
         with quiet():
-            return replace(result, measured=measure(folder, *measured))
+            return replace(result, measured=_measure(folder, *measured))
     except UnsupportedError as error:
         result.said.append(str(error))
         return result
@@ -163,3 +198,41 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
 def _count(value: ir.Value) -> int:
     tensor = value.const_value
     return 0 if tensor is None else int(tensor.size)
+
+
+def _measure(folder: Folder, rows: int, tokens: int) -> Measurement:
+    """Trains an adapter of rank 8 for a few steps on random tokens; nothing is saved.
+
+    Args:
+        folder: The folder.
+        rows: The number of rows per step.
+        tokens: The number of tokens per row, at most the model's context length.
+
+    Raises:
+        UnsupportedError: If the model has an encoder.
+    """
+    if folder.parts:
+        raise UnsupportedError("not measured: models with an encoder are not supported")
+    tuning = FineTuning(folder.model, rank=8)
+    length = max(2, min(tokens, folder.context_length or tokens))
+    shape = (_STEPS + 1) * rows, length
+    data = np.random.default_rng(0).integers(2, size=shape).tolist()
+    clock = _Clock()
+    tuning.fit(data, 1, rows, length, shuffle=False, progress=False, callbacks=[clock])
+    seconds = (clock.times[-1] - clock.times[0]) / _STEPS
+    return Measurement(rows, length, _STEPS, seconds, rows * length / seconds, peak_memory())
+
+
+class _Clock(Callback):
+    """Notes when each step ends.
+
+    Attributes:
+        times: The times in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step(self, record: Record, session: TrainingSession) -> None:
+        """Notes the time."""
+        self.times.append(time.perf_counter())

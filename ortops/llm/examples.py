@@ -8,12 +8,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ortops._common.optional import optional_module
+from ortops.engine.training.arrow import open_arrow
 from ortops.errors import FeedError, OrtopsError
 from ortops.graph.files.archive import check_size
 from ortops.graph.files.json_text import read_json
@@ -30,6 +30,9 @@ Rows: TypeAlias = str | os.PathLike[str] | Iterable[Any]
 """The path of a file of JSON lines or Parquet, or its rows."""
 
 PADDING = ("right", "left")
+
+_AT_ONCE = 1024
+"""The rows of a file of Parquet that become Python's values at once."""
 
 _FORMS = "have messages, conversations, prompt and completion, text, or input_ids"
 
@@ -219,7 +222,8 @@ def _of_file(rows: str | os.PathLike[str]) -> Iterable[Any]:
     if Path(rows).suffix == ".parquet":
         return _parquet(Path(rows))
     found = []
-    with _opened(rows) as lines:
+    remedy = "give a file of JSON lines or Parquet"
+    with open_regular(rows, what="file", remedy=remedy) as lines:
         check_size(f"file '{rows}'", os.fstat(lines.fileno()).st_size)
         for number, line in enumerate(lines, 1):
             try:
@@ -229,21 +233,11 @@ def _of_file(rows: str | os.PathLike[str]) -> Iterable[Any]:
     return found
 
 
-def _opened(rows: str | os.PathLike[str]) -> BinaryIO:
-    return open_regular(rows, what="file", remedy="give a file of JSON lines or Parquet")
-
-
 def _parquet(file: Path) -> Iterator[Any]:
     """Yields the rows of a file of Parquet."""
-    parquet = optional_module(f"file '{file}'", "pyarrow.parquet", "tables")
-    try:
-        with _opened(file) as stream:
-            for batch in parquet.ParquetFile(stream).iter_batches():
-                yield from batch.to_pylist()
-    except FeedError:
-        raise
-    except (OSError, ValueError) as error:  # pyarrow's errors are kinds of these
-        raise FeedError(f"file '{file}': invalid Parquet: {error}") from error
+    rows = open_arrow(file)
+    for begin in range(0, len(rows), _AT_ONCE):
+        yield from rows.records(begin, begin + _AT_ONCE)
 
 
 def _tokenized(

@@ -59,7 +59,7 @@ class Texts:
         except _BlamedError as error:
             return error.blamed, str(error)
         except ImportError as error:
-            return "package", f"the package {error.name} is not installed"
+            return "package", str(error.name)
 
     def open(self, file: str, names: Mapping[str, str]) -> int | None:
         """Reads a tokenizer, and returns the token that ends a text."""
@@ -207,7 +207,7 @@ class Texts:
         sandbox = importlib.import_module("jinja2.sandbox").ImmutableSandboxedEnvironment(**form)
         version = importlib.metadata.version("jinja2")
         if tuple(map(int, re.findall(r"\d+", version)[:3])) < _JINJA:
-            raise _BlamedError("package", f"jinja2 must be 3.1.6 or later, got {version}")
+            raise _BlamedError("package", f"jinja2 3.1.6 or later, got {version}")
         sandbox.globals["strftime_now"] = lambda form: self._now.strftime(form)
         sandbox.globals["raise_exception"] = _refuse
         sandbox.filters["tojson"] = _dump

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import onnx
 
 from ortops._common.numbers import Array
+from ortops.callbacks.checkpoint import Checkpoint
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph.convert import load_light
@@ -18,10 +19,9 @@ from ortops.graph.files.atomic import folder_within, remove_litter, write_atomic
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.messages import size_of
 from ortops.graph.files.saving import write_model
-from ortops.llm.checkpoint import FolderCheckpoint
 from ortops.llm.folder import GENAI_CONFIG, Folder, copy_others, genai_config
+from ortops.llm.graphs import prune
 from ortops.llm.merging import merged_model
-from ortops.llm.pruning import prune
 from ortops.llm.several_files import NAMES, SeveralFiles
 from ortops.lora.files import written_adapter
 
@@ -54,6 +54,38 @@ def refuse_unfinished(folder: Path) -> None:
             f"folder '{folder}': its first save was interrupted ('{UNFINISHED}'), so its files may "
             "be missing or not belong together; repeat the training that writes it"
         )
+
+
+class FolderCheckpoint(Checkpoint):
+    """Saves the folder of a language model: the model once, and then what training changes.
+
+    Args:
+        folder: The folder.
+        every: The number of steps between saves; after each epoch by default.
+        save_model: Writes the model into the folder.
+        save_progress: Writes the adapter and the state of the training.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        every: int | None,
+        save_model: Callable[[Path], None],
+        save_progress: Callable[[Path], None],
+    ) -> None:
+        super().__init__(os.fspath(folder).replace("{", "{{").replace("}", "}}"), every=every)
+        self._save_model, self._save_progress = save_model, save_progress
+        self._has_model = False
+
+    def check(self, file: Path) -> None:
+        """See `Checkpoint`; the folder is created when it is written."""
+
+    def write(self, session: TrainingSession, file: Path) -> None:
+        """See `Checkpoint`."""
+        if not self._has_model:
+            self._save_model(file)
+            self._has_model = True
+        self._save_progress(file)
 
 
 class FolderWriter:

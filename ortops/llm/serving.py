@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -11,18 +12,16 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortops._common.numbers import Array
-from ortops.engine.inference import lend
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, UnsupportedError
-from ortops.graph.convert import to_ir
-from ortops.graph.files.external import move_out, serialize
-from ortops.llm.decoding import continued
 from ortops.llm.examples import Example, errors_of, tokens_of
 from ortops.llm.folder import Folder, refuse_norms, sliding_windows
-from ortops.llm.generation import Sampling, generate
+from ortops.llm.generation import Decoder, Sampling, encode, open_model
 from ortops.llm.sequence_pairs import prefix_of, source_feeds, source_of, start_token
 from ortops.llm.several_files import SeveralFiles
 from ortops.llm.tokenization import Tokenizer
+
+_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
 
 
 class Server:
@@ -54,8 +53,6 @@ class Server:
         prompt: Any,
         decoder_prefix: str | Sequence[int],
         tokenizer: Callable[[], Tokenizer],
-        *,
-        has_encoder: bool,
     ) -> tuple[list[int], Array | None, bool]:
         """Reads a prompt; see `ortops.llm.FineTuning.generate`.
 
@@ -63,7 +60,7 @@ class Server:
             The tokens to continue, the encoder's input, and whether the continuation is a text.
         """
         with errors_of("prompt", prompt, "be a text, a chat, or tokens", ArgumentError):
-            if has_encoder:
+            if self._files is not None and self._files.has_encoder:
                 source = source_of(prompt, tokenizer, self._words)
                 first = prefix_of(decoder_prefix, tokenizer, self._folder, self._words)
                 return [start_token(self._folder), *first], source, isinstance(prompt, str)
@@ -94,31 +91,29 @@ class Server:
                 f"prompt must have at least 1 and fewer than {limit} tokens, got {len(tokens)}"
             )
         count = int(min(count, limit - len(tokens)))
+        return self._decoder(source).continued(tokens, count, end, sampling)
+
+    def _decoder(self, source: Array | None) -> Decoder:
+        """Returns what computes the next token with the present weights."""
         if self._files is not None:
             written = self._files.written(self.session.inference_model())
-            return continued(
-                {part: light.attach() for part, light in written.items()},
-                *(None if source is None else source_feeds([source], 0), tokens),
-                logits=self._folder.logits,
-                count=count,
-                end=end,
-                sampling=sampling,
-            )
+            opened = {part: open_model(light) for part, light in written.items()}
+            self._lent = [lent for _, lent in opened.values()]
+            parts = {part: session for part, (session, _) in opened.items()}
+            first = parts["merged"] if "merged" in parts else parts["decoder"]
+            following = first if "merged" in parts else parts.get("with_past")
+            fed = {} if source is None else source_feeds([source], 0)
+            fixed = {} if source is None else encode(parts["encoder"], fed)
+            return Decoder(first, following, self._folder, fixed, functools.partial(_unread, fixed))
         if self._served is None:
-            self._served = self._serve()
+            with self.session._locked_file() as held:
+                light = held.light_inference_model()
+                refuse_norms(light.proto)
+                self._served, self._lent = open_model(light)
         fixed = {name: self.session.state[name] for name in self._names}
-        for value in self._served.get_inputs():
-            if value.name.startswith("past"):
-                fixed[value.name] = self._empty_cache(value.name, self._windows.get(value.name, 0))
-        return generate(
-            self._served,
-            self._folder,
-            tokens,
-            count=count,
-            fixed=fixed,
-            end=end,
-            sampling=sampling,
-        )
+        caches = any(value.name.startswith("past") for value in self._served.get_inputs())
+        following = self._served if caches else None
+        return Decoder(self._served, following, self._folder, fixed, self._empty_cache)
 
     def repeats(self, example: Example) -> bool:
         """Whether the last reply of a row is what the model generates."""
@@ -128,20 +123,8 @@ class Server:
         found = self.continued(tokens[:start], end - start, set(), Sampling())
         return bool(found == example.labels[start:end].tolist())
 
-    def _serve(self) -> onnxruntime.InferenceSession:
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # one warning for each tensor of the adapter
-        with self.session._locked_file() as held:
-            light = held.light_inference_model()
-            refuse_norms(light.proto)
-            model = to_ir(light)
-            message, self._lent = move_out(model, 0)
-            lend(options, self._lent)
-            return onnxruntime.InferenceSession(
-                serialize(message), options, providers=["CPUExecutionProvider"]
-            )
-
-    def _empty_cache(self, name: str, capacity: int) -> npt.NDArray[Any]:
+    def _empty_cache(self, value: Any) -> npt.NDArray[Any]:
+        name, capacity = value.name, self._windows.get(value.name, 0)
         known = self.session.inputs.get(name)
         if known is None or known.past is None:
             raise UnsupportedError(
@@ -150,3 +133,11 @@ class Server:
             )
         heads, size = known.past
         return np.zeros((1, heads, capacity, size), known.dtype)
+
+
+def _unread(fixed: Mapping[str, Array], value: Any) -> Array:
+    """Returns a cache of zeros, which the branch without a cache does not read."""
+    states = fixed.get("encoder_hidden_states")
+    length = states.shape[1] if ".encoder." in value.name and states is not None else 0
+    kind = _TYPES.get(value.type, np.float32)
+    return np.zeros([1, value.shape[1], length, value.shape[3]], kind)

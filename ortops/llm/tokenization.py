@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ortops._common.optional import missing_package
 from ortops.engine.trainable.child_process import Child, ChildError
-from ortops.errors import ModelError, OrtopsError
+from ortops.errors import ModelError
 from ortops.graph.files.opening import open_regular, read_regular
 from ortops.graph.limits import LIMITS
 from ortops.llm import rendering
@@ -162,7 +163,7 @@ class Tokenizer:
         if blamed == "data":
             raise RefusedTextError(found)
         if blamed == "package":
-            raise OrtopsError(f"ortops.llm: {found}; pip install ortops[llm]")
+            raise missing_package("ortops.llm", found, "llm")
         if blamed:
             part = "not a tokenizer" if name == "open" else part
             raise ModelError(f"file '{file}': {part}: {found}; correct it")

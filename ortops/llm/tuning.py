@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
+import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,7 @@ import onnx
 from ortops._common.arguments import boolean, choice, whole_number
 from ortops._common.notes import notes_as_details
 from ortops.engine.building.builder import build_light
+from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.history import History
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError
@@ -27,18 +31,17 @@ from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.graph.files.opening import read_regular
 from ortops.graph.passes.rematerialization import Checkpoint
 from ortops.llm.batches import Batches, Epochs
-from ortops.llm.checkpoint import Estimate
 from ortops.llm.examples import (
     IGNORED,
     Rows,
 )
-from ortops.llm.experts import refuse_experts
 from ortops.llm.folder import (
     Folder,
     open_folder,
 )
 from ortops.llm.generation import Sampling
-from ortops.llm.pruning import without_pruning
+from ortops.llm.graphs import refuse_experts, without_pruning
+from ortops.llm.row_kinds import Comparisons, RowKind, SequencePairs, Sequences
 from ortops.llm.saving import ADAPTER, TRAINING, FolderWriter, refuse_unfinished
 from ortops.llm.serving import Server
 from ortops.llm.several_files import SeveralFiles, several_files
@@ -48,7 +51,7 @@ from ortops.lora.files import with_adapter
 from ortops.lora.peft import with_peft
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
 from ortops.losses.preference import REWARD_MARGIN
-from ortops.metrics.metric import Array, Mean, StreamingMetric
+from ortops.metrics.metric import Array, Mean
 from ortops.optimizers import Adam
 from ortops.schedules import Schedule
 
@@ -56,6 +59,8 @@ logger = logging.getLogger("ortops")
 
 _LOSS = "ortops.llm"
 """The metadata key of the loss."""
+
+_MEASURED, _LONG = 3, 60  # steps, seconds
 
 
 class FineTuning:
@@ -158,9 +163,7 @@ class FineTuning:
         providers: Sequence[Any] | None,
     ) -> None:
         self._folder = folder
-        self._has_encoder = files is not None and files.has_encoder
         self._tokenizer: Tokenizer | None = None
-        self._compares = _loss_name(model) == "DPO"
         # Without its outputs: the logits and the cache take much memory.
         self.session = TrainingSession(model, providers=providers, recompute=recompute, outputs=[])
         names, known = _adapter_names(model), initial or _adapter_values(model)
@@ -169,11 +172,12 @@ class FineTuning:
         )
         words = _words(model, folder)
         self._server = Server(self.session, folder, files, names, words)
-        self._batches = Batches(
-            *(folder, files, lambda: self.tokenizer, self.session.inputs),
-            compares=self._compares,
-            words=words,
-        )
+        settings = (folder, lambda: self.tokenizer, words)
+        if files is not None and files.has_encoder:
+            kind: RowKind = SequencePairs(files, *settings)
+        else:
+            kind = (Comparisons if _loss_name(model) == "DPO" else Sequences)(*settings)
+        self._batches = Batches(kind, self.session.inputs)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -345,10 +349,9 @@ class FineTuning:
         """
         batch_size = whole_number("batch_size", batch_size, 1)
         examples = self._batches.read(data, max_length, train_on)
-        if exact_match and (self._has_encoder or self._compares):
-            kind = "DPO" if self._compares else "a model with an encoder"
-            raise ArgumentError(f"exact_match must be False for {kind}, got True")
-        if self._compares:
+        if exact_match:
+            self._batches.kind.refuse("exact_match")
+        if isinstance(self._batches.kind, Comparisons):
             return _rewards(self.session, self._batches.of(examples, batch_size))
         batches = list(self._batches.of(examples, batch_size))
         found = self.session.evaluate(batches, metrics=["accuracy"])
@@ -389,7 +392,7 @@ class FineTuning:
         """
         count = whole_number("batch_size", batch_size, 1)
         units = self._batches.read(data, max_length, train_on)
-        return self._batches.text(units[:count])
+        return self._batches.kind.show(units[:count])
 
     def generate(
         self,
@@ -436,7 +439,7 @@ class FineTuning:
         count = whole_number("max_new_tokens", max_new_tokens, 1)
         sampling = Sampling(temperature, top_k, top_p, seed)
         tokens, source, is_text = self._server.read_prompt(
-            prompt, decoder_prefix, lambda: self.tokenizer, has_encoder=self._has_encoder
+            prompt, decoder_prefix, lambda: self.tokenizer
         )
         end = {*self._folder.end, *(self.tokenizer.end if is_text else ())}
         found = self._server.continued(tokens, count, end, sampling, source)
@@ -579,15 +582,11 @@ def _rewards(session: TrainingSession, pairs: Iterable[Mapping[str, Any]]) -> di
     """Returns the loss of DPO, the reward margin and the reward accuracy of batches of pairs."""
     algorithm = session._loaded.proto.training_info[0].algorithm
     made = [name for node in algorithm.node for name in node.output]
-    margin = next((name for name in made if name.startswith(REWARD_MARGIN)), None)
-    metrics: list[StreamingMetric] = []
-    if margin is None:
-        logger.warning("evaluate: the file was built before margins had a name, so none is known")
-    else:
-        compared = {"output": margin, "target": session.metadata.prediction.target}
-        metrics = [_Margin(name="reward_margin", **compared)]
-        metrics += [_Preferred(name="reward_accuracy", **compared)]
-    return session.evaluate(list(pairs), metrics=metrics)
+    margin = next(name for name in made if name.startswith(REWARD_MARGIN))
+    compared = {"output": margin, "target": session.metadata.prediction.target}
+    margins = _Margin(name="reward_margin", **compared)
+    preferred = _Preferred(name="reward_accuracy", **compared)
+    return session.evaluate(list(pairs), metrics=[margins, preferred])
 
 
 class _Margin(Mean):
@@ -693,3 +692,49 @@ def _filled(file: Path, model: LightModel) -> LightModel:
                 )
             tensor.CopyFrom(known[tensor.name])
     return LightModel(result, dict(model.data))
+
+
+class Estimate(Callback):
+    """Logs once, after the first steps, how long the training takes and how much memory.
+
+    Args:
+        steps: The number of steps of the whole training, finished ones included.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._first = self._time = 0.0
+
+    def on_begin(self, record: Record, session: TrainingSession) -> None:
+        """Starts the clock."""
+        self._first, self._time = session.steps_done + 1, 0.0
+
+    def on_step(self, record: Record, session: TrainingSession) -> None:
+        """Measures a few steps after the first one, which takes longer."""
+        measured = session.steps_done - self._first
+        if measured == 0:
+            self._time = time.perf_counter()
+        elif measured == _MEASURED:
+            seconds = (time.perf_counter() - self._time) / measured
+            left = self._steps - session.steps_done
+            logger.log(
+                logging.WARNING if left * seconds > _LONG else logging.INFO,
+                "%d steps left, %.2g s each: about %.0f min%s",
+                *(left, seconds, left * seconds / 60, _peak()),
+            )
+
+
+def _peak() -> str:
+    """Returns the peak memory of the process so far as text; empty on Windows."""
+    found = peak_memory()
+    return "" if found is None else f", with {found / 1e6:.0f} MB of memory so far"
+
+
+def peak_memory() -> int | None:
+    """Returns the largest memory of the process so far in bytes; None on Windows."""
+    try:
+        resource = importlib.import_module("resource")
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -20,9 +20,8 @@ from ortops.graph.files.external import LightModel
 from ortops.graph.files.folders import remember
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.opening import read_regular
-from ortops.graph.layer_names import standard
 from ortops.lora.adapter_file import read_adapter_file
-from ortops.lora.fingerprints import family, first_fingerprint
+from ortops.lora.fingerprints import family
 from ortops.lora.model import Adapted, Array, check_base, read_adapted, refuse_not_finite
 
 _ADAPTER_VERSION = 1
@@ -151,7 +150,6 @@ def _checked(adapted: Adapted, path: str | os.PathLike[str]) -> Mapping[str, Arr
         )
     elif version != _version(fingerprint):
         _check_other(adapted, version, kin, where)
-    given = _renamed(given, adapted.parameters)
     known = adapted.parameters
     for name in given.keys() - known.keys():
         raise ModelError(
@@ -182,31 +180,11 @@ def _check_other(adapted: Adapted, version: int, kin: int, where: str) -> None:
             "layers and shapes match, and the normalizations have the same weights",
             where,
         )
-    elif version == _version(first_fingerprint(adapted.model, adapted.adapter.parameters)):
-        logger.warning(
-            "%s was written by an earlier version of ortops, which did not record how the layers "
-            "of its base are connected; inputs, outputs and weights match",
-            where,
-        )
     else:
         raise ModelError(
             f"{where}: the adapter belongs to another base, with other nodes, inputs, outputs "
             "or weights; give the model that it was trained with"
         )
-
-
-def _renamed(given: Mapping[str, Array], known: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns matrices by the model's names, which may have a suffix of the operator less."""
-    names = {_key(name): name for name in known}
-    return {
-        name if name in known else names.get(_key(name), name): array
-        for name, array in given.items()
-    }
-
-
-def _key(name: str) -> tuple[str, str]:
-    module, _, which = name.rpartition(".lora_")
-    return standard(module), which
 
 
 def _version(fingerprint: str) -> int:

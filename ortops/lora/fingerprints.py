@@ -1,8 +1,7 @@
 """Fingerprints, which identify the base of an adapter.
 
 A fingerprint is a digest of what a model computes: its nodes, their attributes and inputs, and its
-weights. It is written ``2:<digest>``. The first version of ortops with adapters wrote a digest of
-only inputs, outputs and weights, without a version number; these are still recognized.
+weights. It is written ``2:<digest>``, where 2 is the version of what is digested.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,22 +22,13 @@ from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.adapters import Adapter
 from ortops.graph.files.external import LightModel
-from ortops.graph.weights import lift, weights
+from ortops.graph.weights import lift
 from ortops.lora.removal import remove_adapter
 
 Array: TypeAlias = npt.NDArray[Any]
 
 FINGERPRINT_VERSION = 2
 """The version of new fingerprints."""
-
-_CHANGES_FORM = {"Resize", "Upsample"}
-"""Operators with attributes that a conversion to a newer opset turns into initializers."""
-
-
-def version_of(fingerprint: str) -> int:
-    """Returns the version of a fingerprint."""
-    version, colon, _ = fingerprint.rpartition(":")
-    return int(version) if colon else 1
 
 
 def fingerprint(model: LightModel, adapter: Adapter | None = None) -> str:
@@ -251,46 +241,3 @@ def family(model: LightModel) -> str:
     with np.errstate(over="ignore"):
         digests = sorted(_hash("norm", array.astype(np.float16).tobytes()) for array in floats)
     return _hash("family", *digests).hex()
-
-
-def first_fingerprint(model: LightModel, left_out: Collection[str] = ()) -> str:
-    """Returns the first version of fingerprints: a digest of inputs, outputs and weights.
-
-    It covers the name, type, shape, values and readers of each weight. It is therefore the same
-    before and after a conversion to a newer opset, and before and after training of an adapter.
-
-    Args:
-        model: The model.
-        left_out: The names of the adapter's weights, which are not covered.
-
-    Raises:
-        ModelError: If external data cannot be read.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-
-    def add(*texts: object) -> None:
-        digest.update(("\0".join(map(str, texts)) + "\n").encode())
-
-    graph = model.proto.graph
-    initializers = {tensor.name: tensor for tensor in graph.initializer}
-    add("inputs", *(value.name for value in graph.input if value.name not in initializers))
-    add("outputs", *(value.name for value in graph.output))
-    readers: dict[str, set[str]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, set()).add(node.op_type)
-    contents: dict[str, Callable[[], Array]]
-    contents = {name: weight.array for name, weight in weights(model).items() if weight.shape}
-    for name, tensor in initializers.items():
-        if name not in contents and tensor.dims and tensor.data_type != onnx.TensorProto.STRING:
-            kind = tensor.data_type
-            if kind not in (onnx.TensorProto.INT64, onnx.TensorProto.BOOL):  # sizes and axes
-                contents[name] = functools.partial(model.array_of, tensor)
-    for name in sorted(contents.keys() - set(left_out)):
-        by = readers.get(name, set())
-        if by and by <= _CHANGES_FORM:
-            continue
-        array = contents[name]()
-        add(name, array.dtype, array.shape, *sorted(by))
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()

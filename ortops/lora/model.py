@@ -15,12 +15,7 @@ from ortops.graph import convert
 from ortops.graph.adapters import Adapter, adapter_of
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
-from ortops.lora.fingerprints import (
-    FINGERPRINT_VERSION,
-    fingerprint,
-    first_fingerprint,
-    version_of,
-)
+from ortops.lora.fingerprints import FINGERPRINT_VERSION, fingerprint
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -104,20 +99,17 @@ def check_base(adapted: Adapted) -> str:
         ModelError: If the base computes something else now.
     """
     stored = adapted.adapter.fingerprint
-    version = version_of(stored)
-    if version > FINGERPRINT_VERSION:
+    version = int(stored.partition(":")[0])
+    if version != FINGERPRINT_VERSION:
         raise ModelError(
             f"model: the fingerprint '{stored}' of its base has version {version}, but this ortops "
-            f"knows versions up to {FINGERPRINT_VERSION}; update ortops"
+            f"knows version {FINGERPRINT_VERSION}; update ortops"
         )
-    current = fingerprint(adapted.model, adapted.adapter)
-    found = current
-    if version == 1:
-        found = first_fingerprint(adapted.model, adapted.adapter.parameters)
+    found = fingerprint(adapted.model, adapted.adapter)
     if found != stored:
         raise ModelError(
             "model: its nodes, inputs, outputs or base weights have changed since the adapter was "
             "added, so a file of the adapter alone would be incomplete; save the whole model, "
             "merge it with ortops.lora.merge, or train only the adapter (trainable=None)"
         )
-    return current
+    return found

@@ -9,7 +9,8 @@ A loss is an object that names the tensors it reads, or a function of yours:
     ...     return op.ReduceMean(op.Where(distance < 1.0, squared, distance - 0.5), keepdims=0)
 
 Losses can be added and weighted: ``0.7 * SoftmaxCrossEntropy("classes") + 0.3 * L1("boxes")``. To
-add a loss to ortops, write a subclass of `Loss` in a file of this folder and list it here.
+add a loss to ortops, write a subclass of `Loss` in a file of this folder, and list it in the file's
+``__all__``.
 """
 
 from __future__ import annotations
@@ -18,89 +19,50 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import TypeAlias
 
-from ortops._common.other_names import find_name, foreign
+from ortops._common.other_names import declared, find_name, foreign, other_names
 from ortops.errors import ArgumentError
-from ortops.losses.angular import ArcFace
-from ortops.losses.boxes import CIoU, DistributionFocal, GIoU
-from ortops.losses.classification import (
-    BinaryCrossEntropy,
-    BinaryCrossEntropyWithLogits,
-    Focal,
-    Hinge,
-    NegativeLogLikelihood,
-    NextToken,
-    SoftmaxCrossEntropy,
+from ortops.losses import (
+    angular,
+    boxes,
+    classification,
+    detection,
+    distillation,
+    preference,
+    regression,
+    segmentation,
+    sequence,
+    similarity,
 )
+from ortops.losses.angular import *  # noqa: F403
+from ortops.losses.boxes import *  # noqa: F403
+from ortops.losses.classification import *  # noqa: F403
 from ortops.losses.compute import Computed, Inputs, Prediction, compute
-from ortops.losses.detection import TaskAligned
-from ortops.losses.distillation import Distillation
+from ortops.losses.detection import *  # noqa: F403
+from ortops.losses.distillation import *  # noqa: F403
 from ortops.losses.loss import Combined, Function, Loss
-from ortops.losses.preference import DPO
-from ortops.losses.regression import (
-    L1,
-    GaussianNLL,
-    Huber,
-    KullbackLeibler,
-    MeanSquaredError,
-    PoissonNLL,
-    Quantile,
-    SmoothL1,
-)
-from ortops.losses.segmentation import Dice
-from ortops.losses.sequence import CTC
-from ortops.losses.similarity import CosineEmbedding, InfoNCE, Triplet
+from ortops.losses.preference import *  # noqa: F403
+from ortops.losses.regression import *  # noqa: F403
+from ortops.losses.segmentation import *  # noqa: F403
+from ortops.losses.sequence import *  # noqa: F403
+from ortops.losses.similarity import *  # noqa: F403
 
-__all__ = [
-    "CTC",
-    "DPO",
-    "L1",
-    "LOSSES",
-    "OTHER_NAMES",
-    "ArcFace",
-    "BinaryCrossEntropy",
-    "BinaryCrossEntropyWithLogits",
-    "CIoU",
-    "Combined",
-    "Computed",
-    "CosineEmbedding",
-    "Dice",
-    "Distillation",
-    "DistributionFocal",
-    "Focal",
-    "GIoU",
-    "GaussianNLL",
-    "Hinge",
-    "Huber",
-    "InfoNCE",
-    "Inputs",
-    "KullbackLeibler",
-    "Loss",
-    "LossLike",
-    "MeanSquaredError",
-    "NegativeLogLikelihood",
-    "NextToken",
-    "PoissonNLL",
-    "Prediction",
-    "Quantile",
-    "SmoothL1",
-    "SoftmaxCrossEntropy",
-    "TaskAligned",
-    "Triplet",
-    "compute",
-    "resolve",
-]
+__all__: list[str] = []
+__all__ += angular.__all__
+__all__ += boxes.__all__
+__all__ += classification.__all__
+__all__ += detection.__all__
+__all__ += distillation.__all__
+__all__ += preference.__all__
+__all__ += regression.__all__
+__all__ += segmentation.__all__
+__all__ += sequence.__all__
+__all__ += similarity.__all__
 
-LOSSES: Mapping[str, type[Loss]] = {
-    loss.__name__: loss
-    for loss in (
-        *(ArcFace, BinaryCrossEntropy, BinaryCrossEntropyWithLogits, CIoU, CosineEmbedding, CTC),
-        *(Dice, Distillation, DistributionFocal, DPO, Focal, GaussianNLL, GIoU, Hinge, Huber),
-        *(InfoNCE, KullbackLeibler, L1),
-        *(MeanSquaredError, NegativeLogLikelihood, NextToken, PoissonNLL, Quantile, SmoothL1),
-        *(SoftmaxCrossEntropy, TaskAligned, Triplet),
-    )
-}
+LOSSES: Mapping[str, type[Loss]] = declared(Loss, __all__, globals())
 """All losses by name."""
+
+__all__ += ["LOSSES", "OTHER_NAMES", "Combined", "Computed", "Inputs", "Loss", "LossLike"]
+__all__ += ["Prediction", "compute", "resolve"]
 
 _BINARY = (
     "use 'BinaryCrossEntropyWithLogits' for logits, or for probabilities from a Sigmoid at the end "
@@ -113,43 +75,26 @@ _DIVERGENCE = (
 )
 
 OTHER_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("crossentropy", "softmaxcrossentropywithlogits", "sparsecategoricalcrossentropy"),
-        "SoftmaxCrossEntropy",
-    ),
+    **other_names(LOSSES),
     "categoricalcrossentropy": "use 'SoftmaxCrossEntropy(probabilities=True)' for one-hot or "
     "soft labels, or 'SoftmaxCrossEntropy' for class numbers",
     "logloss": "use 'SoftmaxCrossEntropy' for classes, 'BinaryCrossEntropyWithLogits' for yes "
     "or no",
-    "ce": "SoftmaxCrossEntropy",
-    "mse": "MeanSquaredError",
     "l2": "use 'MeanSquaredError', or half of it",
-    **dict.fromkeys(("mae", "meanabsoluteerror"), "L1"),
     "rmse": "use 'MeanSquaredError', which has the same minimum",
     "rootmeansquarederror": "use 'MeanSquaredError', which has the same minimum",
     "bce": _BINARY,
-    "bcewithlogits": "BinaryCrossEntropyWithLogits",
-    "nll": "NegativeLogLikelihood",
-    "kldiv": "KullbackLeibler",  # PyTorch's, whose mean divides by the number of elements
     **dict.fromkeys(("kldivergence", "kullbackleiblerdivergence", "kld"), _DIVERGENCE),
     "binaryfocalcrossentropy": "use 'Focal'",
     "categoricalfocalcrossentropy": "use 'Focal'",
-    "tripletmargin": "Triplet",
     **dict.fromkeys(("cosinesimilarity", "contrastive"), "use 'CosineEmbedding' or 'InfoNCE'"),
     "ntxent": "use 'InfoNCE'",
-    **dict.fromkeys(("pinball", "quantileregression"), "Quantile"),
     "poisson": "use 'PoissonNLL(log_input=False)' for rates, as Keras reads, or 'PoissonNLL' for "
     "their logarithms, as PyTorch reads",
-    "gaussian": "GaussianNLL",
-    "causallm": "NextToken",
-    **dict.fromkeys(("v8detection", "tal", "detection", "yolo"), "TaskAligned"),
-    **dict.fromkeys(("generalizedboxiou", "generalizediou"), "GIoU"),
-    **dict.fromkeys(("completeboxiou", "completeiou"), "CIoU"),
-    **dict.fromkeys(("dfl", "df"), "DistributionFocal"),
     **dict.fromkeys(("iou", "boxiou"), "use 'GIoU' or 'CIoU', or 'Dice' for segmentation"),
 }
 """What other libraries call losses, in lower case, without underscores and without "loss"; the
-value is a name, or a hint if the name has several meanings."""
+value is a name, or a hint if the name has several meanings. A class declares those that mean it."""
 
 for _public in (Combined, Loss, *LOSSES.values()):
     _public.__module__ = __name__  # so that messages show the public name

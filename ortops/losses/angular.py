@@ -14,6 +14,8 @@ from ortops.graph.tensor import Tensor, op
 from ortops.losses.classification import SoftmaxCrossEntropy
 from ortops.losses.loss import Loss, Reads, Sources, Terms, check_name, check_number
 
+__all__ = ["ArcFace"]
+
 
 @dataclass(frozen=True)
 class ArcFace(SoftmaxCrossEntropy):

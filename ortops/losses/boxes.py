@@ -13,6 +13,8 @@ from ortops.errors import ModelError
 from ortops.graph.tensor import Tensor, op
 from ortops.losses.loss import Loss, Reads, Shape, Terms, count_type, stopped, weighted_mean
 
+__all__ = ["CIoU", "DistributionFocal", "GIoU"]
+
 BOX_FORMATS = ("xyxy", "yxyx", "xywh", "cxcywh")
 """The four numbers of a box: two corners; a corner and the sizes; the center and the sizes."""
 
@@ -162,6 +164,8 @@ class GIoU(Loss):
         0.6667
     """
 
+    _other_names = ("generalizedboxiou", "generalizediou")
+
     not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
@@ -240,6 +244,8 @@ class CIoU(GIoU):
         0.7436
     """
 
+    _other_names = ("completeboxiou", "completeiou")
+
     not_negative: ClassVar[bool] = True
     between: ClassVar[Callable[[Box, Box], Tensor]] = staticmethod(_ciou)
 
@@ -269,6 +275,8 @@ class DistributionFocal(Loss):
         >>> loss_at(DistributionFocal(), logits, targets=[1.75])  # −0.25 · log e^−100
         25.0
     """
+
+    _other_names = ("dfl", "df")
 
     not_negative: ClassVar[bool] = True
 

@@ -31,6 +31,16 @@ from ortops.losses.loss import (
     weighted_mean,
 )
 
+__all__ = [
+    "BinaryCrossEntropy",
+    "BinaryCrossEntropyWithLogits",
+    "Focal",
+    "Hinge",
+    "NegativeLogLikelihood",
+    "NextToken",
+    "SoftmaxCrossEntropy",
+]
+
 Factors: TypeAlias = float | Sequence[Any]
 """A number, or nested sequences of them."""
 
@@ -253,6 +263,13 @@ class SoftmaxCrossEntropy(_Likelihood):
         0.3466
     """
 
+    _other_names: ClassVar[tuple[str, ...]] = (
+        "crossentropy",
+        "ce",
+        "softmaxcrossentropywithlogits",
+        "sparsecategoricalcrossentropy",
+    )
+
     not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
@@ -375,6 +392,8 @@ class NextToken(SoftmaxCrossEntropy):
         0.3466
     """
 
+    _other_names = ("causallm",)
+
     _: KW_ONLY
     axis: int | None = -1
     ignore_index: int | None = -100
@@ -436,6 +455,8 @@ class NegativeLogLikelihood(_Likelihood):
         >>> loss_at(loss, log, labels=[0, 1])  # (3 · 1 + 1 · 0.1) / (3 + 1)
         0.775
     """
+
+    _other_names = ("nll",)
 
     not_negative: ClassVar[bool] = True
     reads: ClassVar[Reads] = "log_probabilities"
@@ -618,6 +639,8 @@ class BinaryCrossEntropyWithLogits(Loss):
         >>> loss_at(loss, [0.0, 0.0], targets=[1.0, 0.0])  # (3 + 1) / 2 · log 2
         1.3863
     """
+
+    _other_names = ("bcewithlogits",)
 
     not_negative: ClassVar[bool] = True
 

@@ -29,6 +29,8 @@ from ortops.losses.loss import (
     weighted_mean,
 )
 
+__all__ = ["TaskAligned"]
+
 Array: TypeAlias = npt.NDArray[np.float64]
 
 _NO_CLASS = float(2**30)
@@ -99,6 +101,8 @@ class TaskAligned(Loss):
         >>> loss_at(loss, output, targets=none)  # 0.5 · 100: no object in the image
         50.0
     """
+
+    _other_names = ("v8detection", "tal", "detection", "yolo")
 
     not_negative: ClassVar[bool] = True
 

@@ -21,6 +21,8 @@ from ortops.losses.loss import (
     mean_or_sum,
 )
 
+__all__ = ["Distillation"]
+
 
 @dataclass(frozen=True)
 class Distillation(ClassLoss):

@@ -175,6 +175,9 @@ class Loss:
     reductions: ClassVar[tuple[str, ...]] = ("mean", "sum")
     """The supported reductions."""
 
+    _other_names: ClassVar[tuple[str, ...]] = ()
+    """What other libraries call it, as `ortops._common.other_names.find_name` takes it."""
+
     def __post_init__(self) -> None:
         """Checks the arguments."""
         for argument, of in (("output", "a tensor"), ("target", "a tensor"), _WEIGHT):

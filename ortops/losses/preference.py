@@ -12,6 +12,8 @@ from ortops.graph.tensor import Tensor, op, shape_of
 from ortops.losses.classification import NextToken
 from ortops.losses.loss import Loss, Sources, Terms, check_number, mean_or_sum, softplus
 
+__all__ = ["DPO"]
+
 REWARD_MARGIN = "reward_margin"
 """The tensor of a training algorithm that has beta · (chosen − rejected) of each pair."""
 

@@ -24,6 +24,17 @@ from ortops.losses.loss import (
     rows_of,
 )
 
+__all__ = [
+    "L1",
+    "GaussianNLL",
+    "Huber",
+    "KullbackLeibler",
+    "MeanSquaredError",
+    "PoissonNLL",
+    "Quantile",
+    "SmoothL1",
+]
+
 
 @dataclass(frozen=True)
 class MeanSquaredError(Loss):
@@ -42,6 +53,8 @@ class MeanSquaredError(Loss):
         >>> loss_at(MeanSquaredError(), [1.0, 2.0], targets=[1.0, 5.0])
         4.5
     """
+
+    _other_names = ("mse",)
 
     not_negative: ClassVar[bool] = True
 
@@ -68,6 +81,8 @@ class L1(Loss):
         >>> loss_at(L1(), [1.0, 2.0], targets=[1.0, 5.0])
         1.5
     """
+
+    _other_names = ("mae", "meanabsoluteerror")
 
     not_negative: ClassVar[bool] = True
 
@@ -175,6 +190,8 @@ class GaussianNLL(Loss):
         1.3466
     """
 
+    _other_names = ("gaussian",)
+
     _: KW_ONLY
     variance: str | None = None
     log_variance: str | None = None
@@ -278,6 +295,8 @@ class Quantile(Loss):
         0.95
     """
 
+    _other_names = ("pinball", "quantileregression")
+
     not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
@@ -347,6 +366,8 @@ class KullbackLeibler(Loss):
         >>> loss_at(KullbackLeibler(reduction="batchmean"), log, targets=[[1.0, 0.0]])
         0.6931
     """
+
+    _other_names = ("kldiv",)
 
     _: KW_ONLY
     log_target: bool = False

@@ -13,6 +13,8 @@ from ortops.graph.tensor import Tensor, op
 from ortops.losses.classification import MulticlassLoss, safe_labels
 from ortops.losses.loss import Terms, check_number, count_type, mean_or_sum, one, rows_of
 
+__all__ = ["Dice"]
+
 
 @dataclass(frozen=True)
 class Dice(MulticlassLoss):

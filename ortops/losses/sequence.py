@@ -14,6 +14,8 @@ from ortops.graph.autodiff.rules.recurrent import scan
 from ortops.graph.tensor import Tensor, op
 from ortops.losses.loss import Loss, Reads, Sources, Terms, check_name, count_type, mean_or_sum
 
+__all__ = ["CTC"]
+
 _IMPOSSIBLE = -1e30
 """Represents log 0, because −∞ would make gradients NaN."""
 

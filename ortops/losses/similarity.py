@@ -22,6 +22,8 @@ from ortops.losses.loss import (
     rows_of,
 )
 
+__all__ = ["CosineEmbedding", "InfoNCE", "Triplet"]
+
 
 @dataclass(frozen=True)
 class _Comparison(Loss):
@@ -140,6 +142,8 @@ class Triplet(_Comparison):
         >>> loss_at(loss, three)  # 2 + 5 - 6
         1.0
     """
+
+    _other_names = ("tripletmargin",)
 
     not_negative: ClassVar[bool] = True
 

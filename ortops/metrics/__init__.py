@@ -21,79 +21,46 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ortops._common.other_names import find_name
+from ortops._common.other_names import declared, find_name, other_names
 from ortops.errors import ArgumentError
-from ortops.metrics.classification import F1, Accuracy, IoU, Precision, Recall, TopK
-from ortops.metrics.confusion import ConfusionMatrix
-from ortops.metrics.detection import MeanAveragePrecision
+from ortops.metrics import (
+    classification,
+    confusion,
+    detection,
+    ranking,
+    regression,
+    sequence,
+)
+from ortops.metrics.classification import *  # noqa: F403
+from ortops.metrics.confusion import *  # noqa: F403
+from ortops.metrics.detection import *  # noqa: F403
 from ortops.metrics.functions import Function
 from ortops.metrics.metric import StreamingMetric
-from ortops.metrics.ranking import AUC, NDCG
-from ortops.metrics.regression import (
-    R2,
-    MeanAbsoluteError,
-    MeanSquaredError,
-    RootMeanSquaredError,
-)
-from ortops.metrics.sequence import EditDistance, Perplexity
+from ortops.metrics.ranking import *  # noqa: F403
+from ortops.metrics.regression import *  # noqa: F403
+from ortops.metrics.sequence import *  # noqa: F403
 
-__all__ = [
-    "AUC",
-    "F1",
-    "NDCG",
-    "R2",
-    "Accuracy",
-    "ConfusionMatrix",
-    "EditDistance",
-    "Function",
-    "IoU",
-    "MeanAbsoluteError",
-    "MeanAveragePrecision",
-    "MeanSquaredError",
-    "Metric",
-    "Perplexity",
-    "Precision",
-    "Recall",
-    "RootMeanSquaredError",
-    "StreamingMetric",
-    "TopK",
-    "resolve",
-]
+__all__: list[str] = []
+__all__ += classification.__all__
+__all__ += confusion.__all__
+__all__ += detection.__all__
+__all__ += ranking.__all__
+__all__ += regression.__all__
+__all__ += sequence.__all__
+
+METRICS: Mapping[str, type[StreamingMetric]] = {
+    each().default_name: each for each in declared(StreamingMetric, __all__, globals()).values()
+}
+
+__all__ += ["Function", "Metric", "StreamingMetric", "resolve"]
 
 Metric: TypeAlias = StreamingMetric | type[StreamingMetric] | Callable[..., Any]
 """A metric that is not given by name."""
 
-METRICS: Mapping[str, type[StreamingMetric]] = {
-    "accuracy": Accuracy,
-    "top_k": TopK,
-    "precision": Precision,
-    "recall": Recall,
-    "f1": F1,
-    "auc": AUC,
-    "ndcg": NDCG,
-    "confusion_matrix": ConfusionMatrix,
-    "mean_absolute_error": MeanAbsoluteError,
-    "mean_squared_error": MeanSquaredError,
-    "root_mean_squared_error": RootMeanSquaredError,
-    "r2": R2,
-    "perplexity": Perplexity,
-    "iou": IoU,
-    "edit_distance": EditDistance,
-    "mean_average_precision": MeanAveragePrecision,
-}
-
 OTHER_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("acc", "binaryaccuracy", "sparsecategoricalaccuracy"), "accuracy"),
+    **other_names(METRICS),
     "categoricalaccuracy": "use 'accuracy', whose labels are class numbers: give "
     "labels.argmax(axis=1) in place of one-hot labels",
-    **dict.fromkeys(("topkaccuracy", "sparsetopkcategoricalaccuracy", "top5"), "top_k"),
-    **dict.fromkeys(("mae", "l1"), "mean_absolute_error"),
-    "mse": "mean_squared_error",
-    "rmse": "root_mean_squared_error",
-    "rocauc": "auc",
-    **dict.fromkeys(("jaccard", "meaniou"), "iou"),
-    **dict.fromkeys(("ppl",), "perplexity"),
-    **dict.fromkeys(("map", "cocomap", "map5095"), "mean_average_precision"),
     "map50": "use 'mean_average_precision' with other thresholds: "
     "MeanAveragePrecision(iou_thresholds=[0.5])",
     **dict.fromkeys(("cer", "levenshtein"), "use 'edit_distance'"),

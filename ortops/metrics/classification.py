@@ -23,6 +23,8 @@ from ortops.metrics.metric import (
     yes_border,
 )
 
+__all__ = ["F1", "Accuracy", "IoU", "Precision", "Recall", "TopK"]
+
 Counts = npt.NDArray[np.int64]
 
 
@@ -45,6 +47,8 @@ class Accuracy(Mean):
         >>> round(accuracy.result(), 4)
         0.6667
     """
+
+    _other_names = ("acc", "binaryaccuracy", "sparsecategoricalaccuracy")
 
     higher_is_better = True
     fits = frozenset(("labels", "answers"))
@@ -93,6 +97,8 @@ class TopK(Mean):
         >>> top.result()
         0.5
     """
+
+    _other_names = ("topkaccuracy", "sparsetopkcategoricalaccuracy", "top5")
 
     higher_is_better = True
     fits = frozenset(("labels",))
@@ -357,6 +363,8 @@ class IoU(PerClass):
         >>> round(iou.result(), 4)
         0.5833
     """
+
+    _other_names = ("jaccard", "meaniou")
 
     two_are_binary: ClassVar[bool] = False
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ortops.errors import ArgumentError, OrtopsError
-from ortops.graph.files.atomic import write_atomically
+from ortops.errors import ArgumentError
+from ortops.graph.files.pictures import check_picture, new_figure, write_picture
 from ortops.metrics.metric import (
     Array,
     StreamingMetric,
@@ -24,6 +22,8 @@ from ortops.metrics.metric import (
     whole,
     yes_border,
 )
+
+__all__ = ["ConfusionMatrix"]
 
 
 @dataclass
@@ -118,12 +118,7 @@ class ConfusionMatrix(StreamingMetric):
                 classes.
             OrtopsError: If there are no samples, or matplotlib is not installed.
         """
-        ending = Path(path).suffix.lower()
-        if ending not in (".pdf", ".png", ".svg"):
-            raise ArgumentError(
-                f"{self.named('plot')}: the file name must end in .png, .svg or .pdf, got "
-                f"'{os.fspath(path)}'"
-            )
+        check_picture(self.named("plot"), path)
         size = len(self.matrix)
         if not size:
             raise self.wrong("there is nothing to plot; evaluate a data set first")
@@ -133,23 +128,14 @@ class ConfusionMatrix(StreamingMetric):
                 f"{self.named('names')} must have a name for each of the {size} classes, got "
                 f"{len(names)}"
             )
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError as error:
-            raise OrtopsError(
-                f"{self.named('plot')} needs matplotlib; install it with pip install ortops[plot]"
-            ) from error
-        figure = self._drawn(Figure, names)
-        stream = io.BytesIO()
-        figure.savefig(stream, format=ending[1:], dpi=120)
-        write_atomically(path, stream.getvalue())
+        write_picture(self._drawn(names), path)
 
-    def _drawn(self, make: Any, names: Sequence[str]) -> Any:
+    def _drawn(self, names: Sequence[str]) -> Any:
         """Returns the figure."""
         size, totals = len(names), self.matrix.sum(axis=1, keepdims=True)
         shares = self.matrix / np.where(totals > 0, totals, 1)
         side = min(max(2.6 + 0.45 * size, 4.0), 16.0)
-        figure = make(figsize=(side + 0.8, side), layout="constrained")
+        figure = new_figure(self.named("plot"), (side + 0.8, side))
         axes = figure.subplots()
         image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
         axes.set(xlabel="prediction", ylabel="label")

@@ -14,6 +14,8 @@ from ortops._common.arguments import choice, number, whole_number
 from ortops.errors import ArgumentError
 from ortops.metrics.metric import Array, StreamingMetric, check_labels, whole
 
+__all__ = ["MeanAveragePrecision"]
+
 _RECALLS = np.linspace(0, 1, 101)
 
 _FORMATS = ("xyxy", "yxyx", "xywh", "cxcywh")
@@ -60,6 +62,8 @@ class MeanAveragePrecision(StreamingMetric):
         >>> metric.per_class()
         array([1. , 0.7])
     """
+
+    _other_names = ("map", "cocomap", "map5095")
 
     higher_is_better = True
     fits = frozenset(("boxes",))

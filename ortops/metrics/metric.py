@@ -79,6 +79,9 @@ class StreamingMetric:
     ``"boxes"`` and ``"sequences"``; None for anything. Of a sum of losses, it measures each
     prediction that it fits."""
 
+    _other_names: ClassVar[tuple[str, ...]] = ()
+    """What other libraries call it, as `ortops._common.other_names.find_name` takes it."""
+
     def __post_init__(self) -> None:
         """Checks the arguments and resets the state."""
         for argument in ("output", "target", "name"):

@@ -20,6 +20,8 @@ from ortops.metrics.metric import (
     probabilities,
 )
 
+__all__ = ["AUC", "NDCG"]
+
 _MOST_BINS = 2**31 - 1
 
 
@@ -48,6 +50,8 @@ class AUC(StreamingMetric):
         Hanley and McNeil, 1982 (doi:10.1148/radiology.143.1.7063747): the area is the Wilcoxon
         statistic.
     """
+
+    _other_names = ("rocauc",)
 
     higher_is_better = True
     fits = frozenset(("labels", "answers"))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from ortops._common.arguments import choice
 from ortops.metrics.metric import Array, Mean, StreamingMetric, check_same_shape, columns
+
+__all__ = ["R2", "MeanAbsoluteError", "MeanSquaredError", "RootMeanSquaredError"]
 
 
 def _columns(
@@ -35,6 +38,8 @@ class MeanAbsoluteError(Mean):
         >>> error.result()
         0.5
     """
+
+    _other_names: ClassVar[tuple[str, ...]] = ("mae", "l1")
 
     higher_is_better = False
     fits = frozenset(("numbers",))
@@ -63,6 +68,8 @@ class MeanSquaredError(MeanAbsoluteError):
         2.0
     """
 
+    _other_names = ("mse",)
+
     def errors(self, differences: Array) -> Array:
         """Returns the errors to average."""
         return np.square(differences)
@@ -84,6 +91,8 @@ class RootMeanSquaredError(MeanSquaredError):
         >>> round(error.result(), 4)
         1.4142
     """
+
+    _other_names = ("rmse",)
 
     _: KW_ONLY
     multioutput: str | None = None

@@ -19,6 +19,8 @@ from ortops.metrics.metric import (
     log_probabilities,
 )
 
+__all__ = ["EditDistance", "Perplexity"]
+
 
 @dataclass
 class Perplexity(Mean):
@@ -33,6 +35,8 @@ class Perplexity(Mean):
         >>> round(perplexity.result(), 6)
         8.0
     """
+
+    _other_names = ("ppl",)
 
     higher_is_better = False
     fits = frozenset(("labels",))

@@ -18,99 +18,63 @@ Names: ``norm_coefficient`` is L2 regularization, which is added to the gradient
 is decoupled from the gradient, as in AdamW.
 
 To add an optimizer, write its rule and an `Optimizer` subclass in a file of this folder, and
-export them here. To use a custom optimizer, pass an update rule as ``optimizer=`` (see `Custom`).
+list them in the file's ``__all__``. To use a custom optimizer, pass an update rule as
+``optimizer=`` (see `Custom`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ortops._common.other_names import find_name, foreign
+from ortops._common.other_names import declared, find_name, foreign, other_names
 from ortops.errors import ArgumentError
-from ortops.optimizers.factored import Adafactor, adafactor, adafactor_unfactored
-from ortops.optimizers.gradient_descent import SGD, Momentum, momentum, sgd
-from ortops.optimizers.layerwise import LAMB, lamb
-from ortops.optimizers.moments import (
-    Adam,
-    AdamW,
-    AMSGrad,
-    adam,
-    adam_after_correction,
-    adamw,
-    adamw_after_correction,
-    amsgrad,
+from ortops.optimizers import (
+    distance,
+    factored,
+    gradient_descent,
+    layerwise,
+    moments,
+    orthogonal,
+    quantized,
+    schedule_free,
+    sign,
+    squares,
+    variants,
 )
+from ortops.optimizers.distance import *  # noqa: F403
+from ortops.optimizers.factored import *  # noqa: F403
+from ortops.optimizers.gradient_descent import *  # noqa: F403
+from ortops.optimizers.layerwise import *  # noqa: F403
+from ortops.optimizers.moments import *  # noqa: F403
 from ortops.optimizers.optimizer import OPERATORS, Custom, Operator, Optimizer, UpdateRule
-from ortops.optimizers.orthogonal import Muon, muon
-from ortops.optimizers.prodigy import Prodigy, prodigy
-from ortops.optimizers.quantized import Adam8bit, adam8bit
-from ortops.optimizers.schedule_free import ScheduleFreeAdamW, schedule_free_adamw
-from ortops.optimizers.sign import Lion, lion
-from ortops.optimizers.squares import Adadelta, Adagrad, RMSprop, adadelta, adagrad, rmsprop
-from ortops.optimizers.variants import Adamax, NAdam, RAdam, adamax, nadam, radam
+from ortops.optimizers.orthogonal import *  # noqa: F403
+from ortops.optimizers.quantized import *  # noqa: F403
+from ortops.optimizers.schedule_free import *  # noqa: F403
+from ortops.optimizers.sign import *  # noqa: F403
+from ortops.optimizers.squares import *  # noqa: F403
+from ortops.optimizers.variants import *  # noqa: F403
 
-__all__ = [
-    "LAMB",
-    "OPERATORS",
-    "OPTIMIZERS",
-    "OTHER_NAMES",
-    "SGD",
-    "AMSGrad",
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "Adam8bit",
-    "AdamW",
-    "Adamax",
-    "Custom",
-    "Lion",
-    "Momentum",
-    "Muon",
-    "NAdam",
-    "Operator",
-    "Optimizer",
-    "Prodigy",
-    "RAdam",
-    "RMSprop",
-    "ScheduleFreeAdamW",
-    "UpdateRule",
-    "adadelta",
-    "adafactor",
-    "adafactor_unfactored",
-    "adagrad",
-    "adam",
-    "adam8bit",
-    "adam_after_correction",
-    "adamax",
-    "adamw",
-    "adamw_after_correction",
-    "amsgrad",
-    "lamb",
-    "lion",
-    "momentum",
-    "muon",
-    "nadam",
-    "prodigy",
-    "radam",
-    "resolve",
-    "rmsprop",
-    "schedule_free_adamw",
-    "sgd",
-]
+__all__: list[str] = []
+__all__ += distance.__all__
+__all__ += factored.__all__
+__all__ += gradient_descent.__all__
+__all__ += layerwise.__all__
+__all__ += moments.__all__
+__all__ += orthogonal.__all__
+__all__ += quantized.__all__
+__all__ += schedule_free.__all__
+__all__ += sign.__all__
+__all__ += squares.__all__
+__all__ += variants.__all__
 
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {
-    constructor.__name__: constructor
-    for constructor in (
-        *(SGD, Momentum, Adagrad, RMSprop, Adadelta, Adam, AdamW, AMSGrad, NAdam, RAdam, Adamax),
-        *(Lion, LAMB, Adafactor, Muon, ScheduleFreeAdamW, Prodigy, Adam8bit),
-    )
-}
+OPTIMIZERS: Mapping[str, type[Optimizer]] = declared(Optimizer, __all__, globals())
 """The optimizer classes by name; a name selects an optimizer with its defaults."""
 
+__all__ += ["OPERATORS", "OPTIMIZERS", "OTHER_NAMES", "Custom", "Operator", "Optimizer"]
+__all__ += ["UpdateRule", "resolve"]
+
 OTHER_NAMES: Mapping[str, str] = {
-    "gradientdescent": "SGD",
-    "sgdmomentum": "Momentum",
+    **other_names(OPTIMIZERS),
     "nesterov": "use Momentum(mode='nesterov')",
     "adamwschedulefree": "use 'ScheduleFreeAdamW'",
     **dict.fromkeys(("adamwtorch", "pagedadamw"), "use 'AdamW'"),

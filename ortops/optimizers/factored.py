@@ -21,6 +21,8 @@ from ortops.optimizers.optimizer import (
 )
 from ortops.schedules import Schedule
 
+__all__ = ["Adafactor", "adafactor", "adafactor_unfactored"]
+
 _EPSILON = 2.0**-23  # of float32, as in PyTorch
 
 

@@ -23,6 +23,8 @@ from ortops.optimizers.optimizer import (
 )
 from ortops.schedules import Schedule
 
+__all__ = ["SGD", "Momentum", "momentum", "sgd"]
+
 Mode: TypeAlias = Literal["standard", "nesterov"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -150,6 +152,8 @@ class Momentum(Optimizer):
         [0.95]
     """
 
+    _other_names = ("sgdmomentum",)
+
     learning_rate: float | Schedule = 0.01
     alpha: float = 0.9
     beta: float = 1.0
@@ -190,6 +194,8 @@ class SGD(Optimizer):
         >>> SGD(momentum=0.5, nesterov=True).operator_attributes
         {'norm_coefficient': 0.0, 'alpha': 0.5, 'beta': 1.0, 'mode': 'nesterov'}
     """
+
+    _other_names = ("gradientdescent",)
 
     learning_rate: float | Schedule = 0.01
     norm_coefficient: float = 0.0

@@ -16,6 +16,8 @@ from ortops.optimizers.optimizer import (
 )
 from ortops.schedules import Schedule
 
+__all__ = ["LAMB", "lamb"]
+
 
 def lamb(
     r: Any,

@@ -20,6 +20,17 @@ from ortops.optimizers.optimizer import (
 )
 from ortops.schedules import Schedule
 
+__all__ = [
+    "AMSGrad",
+    "Adam",
+    "AdamW",
+    "adam",
+    "adam_after_correction",
+    "adamw",
+    "adamw_after_correction",
+    "amsgrad",
+]
+
 
 def adam(
     r: Any,

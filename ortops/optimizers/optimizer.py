@@ -188,6 +188,9 @@ class Optimizer:
     ranges: ClassVar[Ranges] = RANGES
     _rule: ClassVar[UpdateRule]
 
+    _other_names: ClassVar[tuple[str, ...]] = ()
+    """What other libraries call it, as `ortops._common.other_names.find_name` takes it."""
+
     def __post_init__(self) -> None:
         """Converts numbers to float and rejects values that are out of range."""
         for each in fields(self):

@@ -21,6 +21,8 @@ from ortops.optimizers.optimizer import (
 )
 from ortops.schedules import Schedule
 
+__all__ = ["Muon", "muon"]
+
 Adjustment: TypeAlias = Literal["match_rms_adamw", "original"]
 
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)

@@ -14,6 +14,8 @@ from ortops.optimizers.moments import AdamW, adamw_after_correction
 from ortops.optimizers.optimizer import Arrays, Optimizer, UpdateRule, arrays
 from ortops.schedules import Schedule
 
+__all__ = ["Adam8bit", "adam8bit"]
+
 _DECADES = 7  # from 1e-7 to 1
 
 

@@ -11,6 +11,8 @@ import numpy as np
 from ortops.optimizers.optimizer import RANGES, Arrays, Optimizer, Ranges, UpdateRule, arrays
 from ortops.schedules import Schedule
 
+__all__ = ["ScheduleFreeAdamW", "schedule_free_adamw"]
+
 
 def schedule_free_adamw(
     r: Any,

@@ -14,6 +14,8 @@ from ortops.optimizers.optimizer import (
 )
 from ortops.schedules import Schedule
 
+__all__ = ["Lion", "lion"]
+
 
 def lion(
     r: Any,

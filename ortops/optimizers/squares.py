@@ -19,6 +19,8 @@ from ortops.optimizers.optimizer import (
 )
 from ortops.schedules import Schedule
 
+__all__ = ["Adadelta", "Adagrad", "RMSprop", "adadelta", "adagrad", "rmsprop"]
+
 
 def adagrad(
     r: Any,

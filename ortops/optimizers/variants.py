@@ -18,6 +18,8 @@ from ortops.optimizers.optimizer import (
 )
 from ortops.schedules import Schedule
 
+__all__ = ["Adamax", "NAdam", "RAdam", "adamax", "nadam", "radam"]
+
 
 def nadam(
     r: Any,

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops._common.numbers import Array
+from ortops._common.optional import optional_module
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError
 from ortops.graph.files.archive import read_arrays
 from ortops.graph.files.atomic import remedy
@@ -118,13 +119,8 @@ def _sharded(path: Path) -> Tensors:
 
 
 def _of_torch(path: Path) -> Tensors:
-    try:
-        torch: Any = importlib.import_module("torch")
-    except ImportError as error:
-        raise OrtopsError(
-            f"file '{path}': reading it needs torch (pip install torch); or convert it to "
-            ".safetensors"
-        ) from error
+    instead = "convert the file to .safetensors"
+    torch = optional_module(f"file '{path}'", "torch", "torch", instead=instead)
     try:
         with open_regular(path, error=ModelError, what="file", remedy=_REMEDY) as stream:
             _check_unpacked(path, stream)

@@ -30,7 +30,8 @@ import numpy as np
 
 import ortops
 from ortops import lora, weights
-from ortops.cli.data import Wanted, read_data
+from ortops.data.files import read_data
+from ortops.data.wanted import Wanted
 from ortops.graph.limits import LIMITS
 
 MEMORY = 8 * 2**30

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ortops._common.numbers import Array
+from ortops._common.optional import missing_package, optional_module
 from ortops.engine.execution.translation import Translation
 from ortops.errors import OrtopsError
 
@@ -83,20 +84,13 @@ def _compiler() -> Any:
     Raises:
         OrtopsError: If it cannot be imported or is too old, or memory must not be executed.
     """
-    try:
-        llvmlite = importlib.import_module("llvmlite")
-        binding = importlib.import_module("llvmlite.binding")
-    except (ImportError, OSError) as error:  # OSError: its library cannot be loaded
-        raise OrtopsError(
-            f"kernels='compiled' needs llvmlite, which cannot be imported ({error}); "
-            "pip install ortops[fast], or use kernels='onnx'"
-        ) from error
+    who, instead = "kernels='compiled'", "use kernels='onnx'"
+    llvmlite = optional_module(who, "llvmlite", "fast", instead=instead)
+    binding = optional_module(who, "llvmlite.binding", "fast", instead=instead)
     version = tuple(int(part) for part in llvmlite.__version__.split(".")[:2])
     if version < _OPAQUE_POINTERS:
-        raise OrtopsError(
-            f"kernels='compiled' needs llvmlite 0.45 or later, got {llvmlite.__version__}; "
-            "pip install --upgrade ortops[fast], or use kernels='onnx'"
-        )
+        found = f"llvmlite 0.45 or later, got {llvmlite.__version__}"
+        raise missing_package(who, found, "fast", instead)
     if not _may_execute():
         raise OrtopsError(
             "kernels='compiled': the system does not let this process execute memory that it has "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import io
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 
+from ortops._common.optional import optional_module
 from ortops.errors import ArgumentError, OrtopsError, UnsupportedError, did_you_mean
 
 Provider: TypeAlias = tuple[str, dict[str, str]]
@@ -220,9 +220,9 @@ def _register(name: str) -> str:
         return missing
     distribution = _PLUGINS[name].replace("_", "-")
     try:
-        plugin = importlib.import_module(_PLUGINS[name])
-    except ImportError:
-        return f"{missing}: it needs the package {distribution} (pip install ortops[webgpu])"
+        plugin = optional_module(f"{missing}: it", _PLUGINS[name], "webgpu", distribution)
+    except OrtopsError as error:
+        return str(error)
     if not hasattr(onnxruntime, "register_execution_provider_library"):
         return f"{missing}: {distribution} needs a newer onnxruntime than {onnxruntime.__version__}"
     if name not in _registered:

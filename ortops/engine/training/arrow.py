@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +19,7 @@ from ortops._common.optional import optional_module
 from ortops.engine.training.feeds import Feeds, Inputs, listed
 from ortops.engine.training.row_data import RowData
 from ortops.errors import ArgumentError, FeedError
+from ortops.graph.files.archive import check_size
 from ortops.graph.files.opening import leads_out, open_regular
 
 Rows: TypeAlias = npt.NDArray[np.int64]
@@ -37,13 +40,18 @@ class Block:
 
     Attributes:
         rows: The number of its rows.
-        size: Its approximate size in memory, in bytes.
+        sizes: The approximate size of each column in memory, in bytes.
         read: Returns some of its columns as an Arrow table.
     """
 
     rows: int
-    size: int
+    sizes: Mapping[str, int]
     read: Callable[[Sequence[str]], Any]
+
+    @property
+    def size(self) -> int:
+        """The approximate size of all columns in memory, in bytes."""
+        return sum(self.sizes.values())
 
 
 def is_arrow(data: object) -> bool:
@@ -74,25 +82,41 @@ def open_arrow(data: Any) -> ArrowRows:
         )
     arrow = optional_module(where, "pyarrow", "tables")
     datasets = optional_module(where, "pyarrow.dataset", "tables")
-    try:
+    with _named(where, arrow):
         if suffix:
             _refuse_endless(Path(name))
         if suffix in ARROW:
             blocks, names = _ipc_blocks(arrow, name)
+            _check_names(where, names)
         else:
+            if suffix and Path(name).is_file():  # a data set of it would not say which column
+                parquet = optional_module(where, "pyarrow.parquet", "tables")
+                _check_names(where, parquet.read_schema(name).names)
             dataset = datasets.dataset(name, format="parquet") if suffix else data
             blocks, names = _blocks(dataset), list(dataset.schema.names)
-    except FileNotFoundError as error:
-        raise FeedError(f"{where}: there is no such file") from error
+    return ArrowRows(_Blocks(where, [block for block in blocks if block.rows], names))
+
+
+def _check_names(where: str, names: Sequence[str]) -> None:
+    name, count = Counter(names).most_common(1)[0] if names else ("", 0)
+    if count > 1:
+        raise FeedError(f"{where} has two columns '{name:.80}'; rename one of them")
+
+
+@contextlib.contextmanager
+def _named(where: str, arrow: Any) -> Iterator[None]:
+    """Adds the name of a table to errors of pyarrow."""
+    try:
+        yield
     except FeedError:
         raise
-    except (arrow.ArrowException, OSError, ValueError) as error:
-        why = str(error).strip().split("\n")[0][:200]
-        raise FeedError(f"{where}: {why}") from error
-    for column in names:
-        if names.count(column) > 1:
-            raise FeedError(f"{where} has two columns '{column:.80}'; rename one of them")
-    return ArrowRows(_Blocks(where, [block for block in blocks if block.rows], names))
+    except FileNotFoundError as error:
+        raise FeedError(f"{where}: there is no such file") from error
+    except (arrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        why = str(error).strip().split("\n")[0][:200] or type(error).__name__
+        is_of_system = isinstance(error, OSError) and error.errno is not None
+        remedy = "" if is_of_system else "; write it again, as Parquet or Arrow"
+        raise FeedError(f"{where}: {why}{remedy}") from error
 
 
 def _refuse_endless(path: Path) -> None:
@@ -124,14 +148,18 @@ def _fragment_block(dataset: Any, fragment: Any, rows: int, metadata: Any = None
     def read(names: Sequence[str]) -> Any:
         return fragment.to_table(schema=schema, columns=list(names), use_threads=False)
 
-    columns = [] if metadata is None else [metadata.column(n) for n in range(metadata.num_columns)]
-    sizes = (
-        part.num_values * known
-        if (known := _PARQUET_SIZES.get(part.physical_type))
-        else max(part.total_uncompressed_size, part.num_values)
-        for part in columns
-    )
-    return Block(rows, sum(sizes) if columns else 8 * rows * len(schema.names), read)
+    if metadata is None:
+        return Block(rows, dict.fromkeys(schema.names, 8 * rows), read)
+    sizes: Counter[str] = Counter()
+    for part in map(metadata.column, range(metadata.num_columns)):
+        path = part.path_in_schema  # the values of a list are "column.list.element"
+        owners = (name for name in schema.names if f"{path}.".startswith(f"{name}."))
+        known = _PARQUET_SIZES.get(part.physical_type)
+        size = part.num_values * (known or 8)  # a few bytes may encode many values
+        sizes[max(owners, key=len, default=path)] += (
+            size if known else max(part.total_uncompressed_size, size)
+        )
+    return Block(rows, sizes, read)
 
 
 def _ipc_blocks(arrow: Any, path: str) -> tuple[list[Block], list[str]]:
@@ -147,7 +175,7 @@ def _ipc_blocks(arrow: Any, path: str) -> tuple[list[Block], list[str]]:
     if not count:
         return [], names
     first = file.get_batch(0)
-    each = first.nbytes / max(1, first.num_rows)
+    each = {name: first.column(name).nbytes / max(1, first.num_rows) for name in names}
     # Only one column is decompressed to count the rows.
     counting = arrow.ipc.open_file(source, options=arrow.ipc.IpcReadOptions(included_fields=[0]))
     sizes = [counting.get_batch(number).num_rows for number in range(count)]
@@ -162,14 +190,18 @@ def _ipc_blocks(arrow: Any, path: str) -> tuple[list[Block], list[str]]:
 
         return read
 
-    return [Block(rows, int(rows * each), reader(n)) for n, rows in enumerate(sizes)], names
+    return [
+        Block(rows, {name: int(rows * size) for name, size in each.items()}, reader(number))
+        for number, rows in enumerate(sizes)
+    ], names
 
 
 def _batch_block(arrow: Any, batch: Any) -> Block:
     def read(names: Sequence[str]) -> Any:
         return arrow.Table.from_batches([batch]).select(list(names))
 
-    return Block(batch.num_rows, batch.nbytes, read)
+    names = batch.schema.names
+    return Block(batch.num_rows, {name: batch.column(name).nbytes for name in names}, read)
 
 
 class _Blocks:
@@ -201,6 +233,14 @@ class _Blocks:
         back[order] = np.arange(len(order))
         return arrow.concat_tables(parts).take(back)
 
+    def column(self, name: str) -> Any:
+        """Returns a whole column."""
+        arrow = optional_module(self.where, "pyarrow", "tables")
+        check_size(f"{self.where}: column '{name}'", sum(b.sizes[name] for b in self.blocks))
+        parts = (self._read(place, [name])[name] for place in range(len(self.blocks)))
+        chunks = [chunk for part in parts for chunk in part.chunks]
+        return arrow.chunked_array(chunks, None if chunks else arrow.float64())
+
     def _block(self, place: int, names: tuple[str, ...]) -> Any:
         """Returns a block, from memory or from the file."""
         key = (place, names)
@@ -216,15 +256,12 @@ class _Blocks:
     def _held(self) -> int:
         return sum(self.blocks[place].size for place, _ in self._kept)
 
-    def _read(self, place: int, names: tuple[str, ...]) -> Any:
+    def _read(self, place: int, names: Sequence[str]) -> Any:
         arrow = optional_module(self.where, "pyarrow", "tables")
-        try:
+        with _named(self.where, arrow):
             table = self.blocks[place].read(names)
             columns = [_plain(arrow, table[name]) for name in names]
             return arrow.table(columns, names=list(names)).combine_chunks()
-        except (arrow.ArrowException, OSError) as error:
-            why = str(error).strip().split("\n")[0][:200]
-            raise FeedError(f"{self.where}: {why}") from error
 
 
 def _plain(arrow: Any, column: Any) -> Any:
@@ -317,6 +354,17 @@ class ArrowRows(RowData):
         columns = {name: [_value(one) for one in table[name]] for name in wanted}
         return [{name: columns[name][row] for name in wanted} for row in range(len(rows))]
 
+    def records(self, begin: int, end: int) -> list[dict[str, Any]]:
+        """Returns rows as dicts of plain values.
+
+        Args:
+            begin: The number of the first one.
+            end: The number after the last one.
+        """
+        rows = np.arange(self._span.start, self._span.stop)[begin:end]
+        found: list[dict[str, Any]] = self._blocks.table(rows, self.names).to_pylist()
+        return found
+
     def column(self, name: str) -> Any:
         """Returns a whole column as an Arrow table's.
 
@@ -328,7 +376,7 @@ class ArrowRows(RowData):
                 f"{self._blocks.where} has no column '{name}'; the columns are "
                 f"{listed(self.names[:20])}"
             )
-        return self._blocks.table(np.arange(self._span.start, self._span.stop), [name])[name]
+        return self._blocks.column(name)[self._span.start : self._span.stop]
 
 
 def _value(scalar: Any) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from ortops.errors import ModelError
+from ortops.errors import ModelError, OrtopsError
 
 fcntl: Any
 try:
@@ -28,6 +28,21 @@ Content: TypeAlias = bytes | Callable[[BinaryIO], object]
 _LONG_NAME = 100  # bytes; a name derived from a longer one could exceed the file system's limit
 TEMPORARY = ".tmp"
 """The suffix of temporary files."""
+
+
+def check_path(who: str, path: str | os.PathLike[str]) -> None:
+    """Checks whether a file can be written to a path.
+
+    Raises:
+        OrtopsError: If the folder does not exist, or the path is itself a folder.
+    """
+    file = Path(path)
+    if not file.parent.is_dir():
+        raise OrtopsError(
+            f"{who}: cannot write '{file}', because there is no folder '{file.parent}'; create it"
+        )
+    if file.is_dir():
+        raise OrtopsError(f"{who}: cannot write '{file}', because it is a folder; name a file")
 
 
 def write_atomically(

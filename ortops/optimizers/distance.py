@@ -12,6 +12,8 @@ import numpy as np
 from ortops.optimizers.optimizer import RANGES, Arrays, Optimizer, Ranges, UpdateRule, arrays
 from ortops.schedules import Schedule
 
+__all__ = ["Prodigy", "prodigy"]
+
 
 def prodigy(
     r: Any,

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ortops._common.optional import optional_module
-from ortops.callbacks.monitor import check_path
 from ortops.errors import ArgumentError
-from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.atomic import check_path, write_atomically
 
 _FORMATS = (".pdf", ".png", ".svg")
 _WIDTH, _HEIGHT = 7.0, 2.6  # inches of a panel
@@ -33,11 +32,16 @@ def check_picture(who: str, path: str | os.PathLike[str]) -> None:
     optional_module(who, "matplotlib.figure", "plot")
 
 
+def new_figure(who: str, size: tuple[float, float]) -> Any:
+    """Returns an empty figure of a width and a height in inches."""
+    module = optional_module(who, "matplotlib.figure", "plot")
+    return module.Figure(figsize=size, layout="constrained")
+
+
 def new_panels(who: str, count: int) -> tuple[Any, list[Any]]:
     """Returns a figure and its axes, stacked vertically; the first one is taller."""
-    module = optional_module(who, "matplotlib.figure", "plot")
     heights = [1.35 * _HEIGHT] + [_HEIGHT] * (count - 1)
-    figure = module.Figure(figsize=(_WIDTH, sum(heights) + 0.4), layout="constrained")
+    figure = new_figure(who, (_WIDTH, sum(heights) + 0.4))
     panels = figure.subplots(count, 1, squeeze=False, gridspec_kw={"height_ratios": heights})
     for axes in panels[:, 0]:
         axes.grid(color="0.9")
