@@ -1,4 +1,4 @@
-"""The argument parser of the command line. Imports nothing else, so that `--help` is fast."""
+"""The argument parser of the command line. Imports nothing heavy, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from ortops.engine.training.fit_options import OPTIONS
+
 _LOSS = (
     "a loss, optionally with arguments: SoftmaxCrossEntropy, MeanSquaredError, "
     "'Huber(delta=0.5)', … (`ortops check` lists the losses that fit a model)"
 )
 _SAMPLE_WEIGHT = "a column with a weight >= 0 for each row, by which the loss averages rows"
-_CLASS_WEIGHT = 'balanced, or a weight for each class in JSON, such as \'{"0": 1, "1": 5}\''
 _OPTIMIZER = "an optimizer, optionally with arguments, such as 'AdamW(weight_decay=0.1)'"
 _DATA = (
     "an .npz, .csv, .parquet, .arrow or .feather file, a folder with one subfolder of images per "
@@ -353,64 +354,37 @@ def _add_train(command: _Command) -> None:
     _add_algorithm(parser)
     _add_data(parser, batch=32)
     group = parser.add_argument_group("training loop")
+    for name in OPTIONS:
+        _add_fit_option(group, name)
     add = group.add_argument
-    add("--epochs", type=_count, metavar="N", help="passes over the data (default: 1)")
-    add("--class-weight", metavar="WEIGHTS", help=_CLASS_WEIGHT)
-    add(
-        "--accumulate",
-        type=_count,
-        metavar="K",
-        help="accumulate gradients over K batches per update (default: 1)",
+    about = "stop after N epochs without improvement"
+    add("--early-stopping", type=_count, metavar="N", help=about)
+    about = (
+        "the value that --early-stopping and --best watch (default: validation_loss, or loss "
+        "without validation data)"
     )
-    add(
-        "--validation",
-        metavar="DATA",
-        help="data to evaluate after each epoch, or the fraction of --data to hold out, such as "
-        "0.1",
-    )
-    _add_list(group, "--metrics", "METRIC", "metrics to compute, such as accuracy")
-    add(
-        "--train-metrics",
-        action=argparse.BooleanOptionalAction,
-        help="compute the metrics on the training data, too, from the outputs of the steps",
-    )
-    add(
-        "--validate-every",
-        type=_count,
-        metavar="N",
-        help="also evaluate the validation data within epochs, every N steps",
-    )
-    add("--max-steps", type=_count, metavar="N", help="stop after N steps, also within an epoch")
-    add(
-        "--max-minutes",
-        type=_positive,
-        metavar="N",
-        help="stop after N minutes, also within an epoch; resume with --resume",
-    )
-    add(
-        "--early-stopping", type=_count, metavar="N", help="stop after N epochs without improvement"
-    )
-    add(
-        "--monitor",
-        metavar="NAME",
-        help="the value that --early-stopping and --best watch (default: validation_loss, or loss "
-        "without validation data)",
-    )
-    add(
-        "--mode",
-        choices=("auto", "max", "min"),
-        help="whether higher or lower is better (default: auto, the direction of the metric)",
-    )
+    add("--monitor", metavar="NAME", help=about)
+    about = "whether higher or lower is better (default: auto, the direction of the metric)"
+    add("--mode", choices=("auto", "max", "min"), help=about)
     add("--best", metavar="FILE", help="write the best model here")
-    add(
-        "--checkpoint-steps",
-        type=_count,
-        metavar="N",
-        help="save every N steps (default: after each epoch)",
-    )
+    about = "save every N steps (default: after each epoch)"
+    add("--checkpoint-steps", type=_count, metavar="N", help=about)
     add("--resume", action="store_true", help="resume an interrupted training")
     _add_providers(group)
     _add_reports(group)
+
+
+def _add_fit_option(group: argparse._ActionsContainer, argument: str) -> None:
+    """Adds the option for an argument of `fit`, if there is one."""
+    option, name = OPTIONS[argument], f"--{argument.replace('_', '-')}"
+    kinds = {"whole_number": _count, "number": _positive}
+    if option.metavar == "":
+        group.add_argument(name, action=argparse.BooleanOptionalAction, help=option.help)
+    elif option.metavar and option.default == ():
+        _add_list(group, name, option.metavar, option.help)
+    elif option.metavar:
+        kind: Any = kinds.get(option.check)
+        group.add_argument(name, type=kind, metavar=option.metavar, help=option.help)
 
 
 def _add_reports(group: argparse._ArgumentGroup) -> None:
@@ -421,11 +395,8 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
     add("--tensorboard", metavar="FOLDER", help="write TensorBoard events here")
     _add_force(group)
     add("--quiet", action=argparse.BooleanOptionalAction, help="show warnings only")
-    add(
-        "--config",
-        metavar="FILE",
-        help="a TOML file with these options; options on the command line take precedence",
-    )
+    about = "a TOML file with these options; options on the command line take precedence"
+    add("--config", metavar="FILE", help=about)
     add("--write-config", metavar="FILE", help="write the options to a TOML file, then train")
 
 
@@ -435,8 +406,8 @@ def _add_eval(command: _Command) -> None:
     add("model", help="a trainable file, or with --loss any .onnx file")
     add("--loss", help=f"only for a file without a loss: {_LOSS}")
     add("--sample-weight", metavar="COLUMN", help=f"with --loss: {_SAMPLE_WEIGHT}")
-    add("--class-weight", metavar="WEIGHTS", help=_CLASS_WEIGHT)
-    _add_list(parser, "--metrics", "METRIC", "metrics to compute, such as accuracy")
+    _add_fit_option(parser, "class_weight")
+    _add_fit_option(parser, "metrics")
     add("--ema", action="store_true", help="evaluate the averaged weights")
     _add_providers(parser)
     add("--json", action="store_true", help="print a JSON object")
