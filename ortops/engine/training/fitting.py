@@ -115,6 +115,14 @@ class Fitting:
             stop_on_nan: Whether to stop at a loss that is NaN or infinite. A float16 step that is
                 skipped because its gradients overflowed does not count (see
                 `build_training_model`), unless they overflow at the smallest loss scale, too.
+            detect_anomaly: Whether to look for values that are not finite in the loss and the
+                variables after each step. If there are, the step is repeated, and the error names
+                the node that made the first of them, in the forward pass, the backward pass or the
+                update. Each step then takes longer and keeps a copy of the variables.
+            fast_dev_run: Whether only to try out this call: 3 steps and 3 batches of validation, as
+                with ``epochs=1, max_steps=3``. The callbacks of ortops are not called, nor others
+                that save or write; the session is afterwards as it was, and ``resume`` has no
+                effect.
             entry: The training_info entry that makes the steps, by index or name (see
                 `ortops.add_training`); by default all of them, in order, with each batch.
             entries: The number of steps of each entry in a cycle, by name, if entries take turns:
@@ -124,14 +132,6 @@ class Fitting:
                 the sum of their mean losses, each of which is ``<entry>.loss``; the learning rate
                 of each one's last step is ``<entry>.learning_rate``, and ``learning_rate`` that of
                 the entry named first.
-            detect_anomaly: Whether to look for values that are not finite in the loss and the
-                variables after each step. If there are, the step is repeated, and the error names
-                the node that made the first of them, in the forward pass, the backward pass or the
-                update. Each step then takes longer and keeps a copy of the variables.
-            fast_dev_run: Whether only to try out this call: 3 steps and 3 batches of validation, as
-                with ``epochs=1, max_steps=3``. The callbacks of ortops are not called, nor others
-                that save or write; the session is afterwards as it was, and ``resume`` has no
-                effect.
 
         Returns:
             A dict for each epoch: ``loss`` is the mean over its rows, and so is ``loss_<name>`` of
