@@ -744,6 +744,32 @@ class Inputs(dict[str, Input]):
             for name in given
         }
 
+    def in_columns(
+        self, samples: Iterable[object], numbers: Sequence[int], where: str = ""
+    ) -> dict[str, list[Any]]:
+        """Returns the values of samples by name, None for inputs that no step reads.
+
+        Args:
+            samples: The samples; see `sample`.
+            numbers: Their numbers, for messages.
+            where: What these belong to, for messages.
+
+        Raises:
+            FeedError: If samples have different names, or a value is no array.
+        """
+        columns: dict[str, list[Any]] = {}
+        for number, sample in zip(numbers, samples, strict=True):
+            named = self.sample(sample)
+            columns = columns or {name: [] for name in named}
+            if named.keys() != columns.keys():
+                raise FeedError(
+                    f"data: all samples must have the same names, but sample {number} {where}has "
+                    f"{listed(named)} and sample {numbers[0]} has {listed(columns)}"
+                )
+            for name, value in named.items():
+                columns[name].append(value)
+        return columns
+
     def columns(self, data: Mapping[str, object]) -> dict[str, Any]:
         """Returns a data set as arrays, from which batches are cut.
 
