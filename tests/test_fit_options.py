@@ -90,6 +90,11 @@ def test_a_file_has_the_saved_arguments_and_in_the_form_that_is_declared() -> No
     text = Position(EpochState(call, 1, 0, History(), 0, list)).text(0)
     found = {name: json.loads(text)[name] for name in SAVED.keys() - {"validation_split"}}
     assert found == {
-        "epochs": 1, "batch_size": 32, "shuffle": True, "seed": 0, "accumulate": 1,
-        "entries": "main: 1", "group_by_length": True,
+        "epochs": 1,
+        "batch_size": 32,
+        "shuffle": True,
+        "seed": 0,
+        "accumulate": 1,
+        "entries": "main: 1",
+        "group_by_length": True,
     }

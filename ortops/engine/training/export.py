@@ -26,7 +26,7 @@ from ortops.engine.trainable.step_graph import (
     step_graph,
 )
 from ortops.engine.trainable.write_back import write_values
-from ortops.engine.training.feeds import accepted_labels
+from ortops.engine.training.batch_labels import accepted_labels
 from ortops.engine.training.position import POSITION_KEY
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph import convert
@@ -168,18 +168,13 @@ def export_step(
         "version": VERSION,
         "target": target,
         "files": {name: _describe_file(content) for name, content in files.items()},
-        "step": {
-            "feeds": _feeds(step),
-            "outputs": list(step.outputs),
-            "loss": step.loss or None,
-        },
+        "step": {"feeds": _feeds(step), "outputs": [*step.outputs], "loss": step.loss or None},
         "evaluate": _describe_evaluation(evaluation, prediction),
         "learning_rates": list(step.learning_rates),
         "counter": metadata.step if metadata.step in step.variables else None,
         "variables": {
             name: {
-                "type": array.dtype.name,
-                "shape": list(array.shape),
+                **{"type": array.dtype.name, "shape": list(array.shape)},
                 "next": step.updates.get(name),
                 **_role(name, step, metadata, graph_names),
                 "places": [[span.begin, span.length] for span in spans.get(name, ())],

@@ -13,8 +13,9 @@ from ortops._common.numbers import Array
 from ortops.engine.trainable.metadata import TrainingMetadata
 from ortops.engine.training import foreign_arrays
 from ortops.engine.training.arrow import ArrowRows, is_arrow, open_arrow
+from ortops.engine.training.batch_labels import ClassWeights
 from ortops.engine.training.data import Source, open_data, weights_twice
-from ortops.engine.training.feeds import ClassWeights, Inputs
+from ortops.engine.training.feeds import Inputs
 from ortops.engine.training.validation_split import hold_out
 from ortops.errors import ArgumentError, FeedError, did_you_mean
 
