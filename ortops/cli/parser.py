@@ -234,12 +234,8 @@ def _add_check(command: _Command) -> None:
     parser.epilog = str(parser.epilog).replace(_EXIT, _EXIT_OF_CHECK)
     add("models", nargs="+", help="an .onnx file, a folder of them or of a language model, or -")
     add("--loss", help=_LOSS)
-    add(
-        "--trainable",
-        action="append",
-        metavar="PATTERN",
-        help="names or patterns of the weights to train; may be repeated",
-    )
+    about = "names or patterns of the weights to train; may be repeated"
+    add("--trainable", action="append", metavar="PATTERN", help=about)
     add("--batch-normalization", choices=("auto", "train", "frozen"), default="auto")
     add("--all", action="store_true", help="list everything instead of a summary of long lists")
     add(
@@ -265,29 +261,17 @@ def _add_algorithm(parser: argparse.ArgumentParser) -> None:
         help="a number, or a schedule such as 'warmup_cosine(3e-4, steps=1000, warmup=100)'; with "
         "`train`, steps defaults to the number of updates",
     )
-    add(
-        "--trainable",
-        action="append",
-        metavar="PATTERN",
-        help="which weights to train: their names, patterns, or scopes of nodes; may be repeated",
-    )
-    add(
-        "--batch-normalization",
-        choices=("auto", "train", "frozen"),
-        help="how to run BatchNormalization: with the statistics of each batch, or frozen "
-        "(default: auto)",
-    )
+    about = "which weights to train: their names, patterns, or scopes of nodes; may be repeated"
+    add("--trainable", action="append", metavar="PATTERN", help=about)
+    about = "how to run BatchNormalization: with the statistics of each batch, or frozen"
+    choices = ("auto", "train", "frozen")
+    add("--batch-normalization", choices=choices, help=f"{about} (default: auto)")
     add("--clip-norm", type=float, metavar="N", help="clip the global norm of the gradients to N")
     add("--clip-value", type=float, metavar="N", help="clip each gradient element to [-N, N]")
-    add(
-        "--ema-decay",
-        type=float,
-        metavar="D",
-        help="keep an exponential moving average of the weights with this decay, such as 0.999",
-    )
-    add(
-        "--seed", type=_whole_number, metavar="N", help="seed of Dropout and shuffling (default: 0)"
-    )
+    about = "keep an exponential moving average of the weights with this decay, such as 0.999"
+    add("--ema-decay", type=float, metavar="D", help=about)
+    about = "seed of Dropout and shuffling (default: 0)"
+    add("--seed", type=_whole_number, metavar="N", help=about)
 
 
 def _add_build(command: _Command) -> None:
@@ -300,9 +284,8 @@ def _add_build(command: _Command) -> None:
 
 
 def _add_force(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--force", action="store_true", help="allow the output to overwrite an input file"
-    )
+    about = "allow the output to overwrite an input file"
+    parser.add_argument("--force", action="store_true", help=about)
 
 
 def _add_list(
@@ -345,12 +328,10 @@ def _add_data(parser: argparse.ArgumentParser, *, batch: int = 256) -> None:
 
 def _add_train(command: _Command) -> None:
     parser = command("train", "training.train", "train a model on a data set")
-    parser.add_argument(
-        "model", nargs="?", help="an .onnx file: a model, or a trainable file to continue training"
-    )
-    parser.add_argument(
-        "--save", metavar="FILE", help="the trainable file to write (default: <model>-trained.onnx)"
-    )
+    about = "an .onnx file: a model, or a trainable file to continue training"
+    parser.add_argument("model", nargs="?", help=about)
+    about = "the trainable file to write (default: <model>-trained.onnx)"
+    parser.add_argument("--save", metavar="FILE", help=about)
     _add_algorithm(parser)
     _add_data(parser, batch=32)
     group = parser.add_argument_group("training loop")
@@ -432,11 +413,8 @@ def _add_export(command: _Command) -> None:
     add("--original", metavar="FILE", help="write the weights into a copy of this file")
     add("--ema", action="store_true", help="export the averaged weights")
     add("--merge-lora", action="store_true", help="merge the adapter into the weights")
-    add(
-        "--quantize",
-        action="store_true",
-        help="quantize weights to 8 bits with onnxruntime's dynamic quantization",
-    )
+    about = "quantize weights to 8 bits with onnxruntime's dynamic quantization"
+    add("--quantize", action="store_true", help=about)
     _add_force(parser)
 
 
@@ -448,24 +426,12 @@ def _add_export_step(command: _Command) -> None:
     add("model", help="a trainable file, or - for standard input")
     add("folder", help="the output folder; created if it does not exist")
     add("--web", action="store_true", help="also write a JavaScript driver and web pages")
-    add(
-        "--runtime",
-        default="./ort/",
-        metavar="URL",
-        help="the folder from which the pages load onnxruntime-web (default: ort, beside them)",
-    )
-    add(
-        "--entry",
-        type=_entry,
-        default=0,
-        metavar="NAME",
-        help="the training_info entry, by name or index (default: main, the first)",
-    )
-    add(
-        "--target",
-        choices=("onnxruntime", "webgpu"),
-        help="the runtime to optimize for (default: any runtime)",
-    )
+    about = "the folder from which the pages load onnxruntime-web (default: ort, beside them)"
+    add("--runtime", default="./ort/", metavar="URL", help=about)
+    about = "the training_info entry, by name or index (default: main, the first)"
+    add("--entry", type=_entry, default=0, metavar="NAME", help=about)
+    about = "the runtime to optimize for (default: any runtime)"
+    add("--target", choices=("onnxruntime", "webgpu"), help=about)
     add("--force", action="store_true", help="overwrite files that ortops did not write")
 
 
@@ -569,11 +535,7 @@ def _add_lora(command: _Command) -> None:
     export = actions.add_parser("export", help="write only the adapter")
     export.add_argument("model", help="an .onnx file with an adapter, trainable or not")
     export.add_argument("output", help="an .onnx_adapter file, or a folder for PEFT's format")
-    for action in (add, merge, export):
-        _add_force(action)
-        action.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+    _add_common(add, merge, export)
 
 
 def _add_weights(command: _Command) -> None:
@@ -596,8 +558,12 @@ def _add_weights(command: _Command) -> None:
     save.add_argument(
         "--like", metavar="CHECKPOINT", help="use the names, layouts and dtypes of this checkpoint"
     )
-    for action in (match, load, save):
+    _add_common(match, load, save)
+
+
+def _add_common(*actions: argparse.ArgumentParser) -> None:
+    """Adds the options that all actions of a command have."""
+    for action in actions:
         _add_force(action)
-        action.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+        hidden = argparse.SUPPRESS
+        action.add_argument("--debug", action="store_true", default=hidden, help=hidden)

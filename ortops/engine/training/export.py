@@ -174,7 +174,8 @@ def export_step(
         "counter": metadata.step if metadata.step in step.variables else None,
         "variables": {
             name: {
-                **{"type": array.dtype.name, "shape": list(array.shape)},
+                "type": array.dtype.name,
+                "shape": list(array.shape),
                 "next": step.updates.get(name),
                 **_role(name, step, metadata, graph_names),
                 "places": [[span.begin, span.length] for span in spans.get(name, ())],
@@ -186,10 +187,9 @@ def export_step(
         described["web"] = {name: _describe_file(content) for name, content in page.items()}
     files |= page
     files[_DESCRIPTION] = json.dumps(described, indent=1).encode()  # written last
-    where = Path(folder)
     if not overwrite:
-        _refuse_others(where, files)
-    write_together(where, files)
+        _refuse_others(Path(folder), files)
+    write_together(Path(folder), files)
 
 
 def _name_runtime(page: dict[str, bytes], place: str) -> None:
