@@ -18,6 +18,7 @@ from ortops import losses
 from ortops._common.numbers import cast_numbers, is_numeric
 from ortops._common.optional import missing_package
 from ortops.engine.building.builder import build_training_model
+from ortops.engine.training.fit_options import OPTIONS
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError
 from ortops.graph.files.external import serialize
@@ -149,15 +150,10 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
                 f"{type(self).__name__}: the training began without weights, so sample_weight must "
                 "be None now; give weights in the first call too, all 1 if need be"
             )
-        self.session_.fit(
-            data,
-            epochs=1 if epochs is None else epochs,
-            batch_size=self.batch_size,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            callbacks=self.callbacks,
-            progress=self.progress,
-        )
+        options: dict[str, Any] = {
+            name: getattr(self, name) for name, each in OPTIONS.items() if each.in_estimators
+        }
+        self.session_.fit(data, **(options | {"epochs": 1 if epochs is None else epochs}))
         self.history_ = self.session_.history
 
     def _checked_weights(self, weights: Any, X: Array) -> Array | None:

@@ -13,7 +13,7 @@ import pytest
 import ortops
 from ortops import ArgumentError, FeedError, OrtopsError, TrainingSession, losses, metrics
 from ortops.data import Pad
-from ortops.engine.training.samples import grouped
+from ortops.engine.training.row_data import grouped
 
 RNG = np.random.default_rng
 LENGTHS = [3, 5, 2, 5, 1, 4, 6]

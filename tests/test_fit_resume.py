@@ -256,7 +256,7 @@ def test_another_number_of_epochs_in_the_middle_of_one(
     history = session.fit(rows(), resume=True, **arguments(callbacks=[StopAt(STEPS + 1)]))
     assert_same((session, history), whole(trainable(), rows()))
     assert session.resume_state.position is not None
-    assert session.resume_state.position.epoch_state.call.epochs == EPOCHS
+    assert session.resume_state.position.epoch_state.call["epochs"] == EPOCHS
 
 
 @pytest.mark.parametrize(
@@ -703,9 +703,9 @@ def test_a_save_serializes_no_entry_twice(
     entries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    plain = ortops.engine.training.position._plain_entry
+    plain = ortops.engine.training.history.plain_entry
     monkeypatch.setattr(
-        "ortops.engine.training.position._plain_entry",
+        "ortops.engine.training.history.plain_entry",
         lambda *given: made.append(1) or plain(*given),
     )
 

@@ -19,7 +19,7 @@ import ortops
 from models import llama
 from ortops import ArgumentError, FeedError, Tape, op, schedules
 from ortops.cli import main
-from ortops.engine.training.samples import grouped
+from ortops.engine.training.row_data import grouped
 from ortops.llm import FineTuning
 from ortops.llm.checking import check_folder
 from ortops.llm.examples import batch_of, example_of, read_examples

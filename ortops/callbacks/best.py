@@ -15,11 +15,12 @@ from ortops._common.arguments import whole_number
 from ortops.callbacks.monitor import (
     Mode,
     Monitor,
+    _Monitoring,
     begins_anew,
     path_of,
     remembered,
 )
-from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.callback import Record
 from ortops.engine.training.position import read_position
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, OrtopsError
@@ -31,16 +32,10 @@ from ortops.graph.files.messages import initializers
 logger = logging.getLogger("ortops")
 
 
-class _OfBest(Callback):
+class _OfBest(_Monitoring):
     """Base class of callbacks that find the best epoch and keep something of it."""
 
-    _monitor: Monitor
     _due = False  # whether `on_save` has to keep the present epoch
-
-    @property
-    def best(self) -> float | None:
-        """The best value so far, or None."""
-        return self._monitor.best
 
     @property
     def best_epoch(self) -> int:
@@ -128,7 +123,6 @@ class EarlyStopping(_OfBest):
         self._keeps = restore_best is True
         self._file = None if isinstance(restore_best, bool) else Path(restore_best)
         self._kept: tuple[tuple[int, int], dict[str, npt.NDArray[Any]]] | None = None
-        self._waited = 0
         self._reason = ""  # why it has stopped training
         self._restored = False
 
@@ -142,12 +136,10 @@ class EarlyStopping(_OfBest):
             check_path("EarlyStopping", self._file)
         self._monitor.begin(record)
         self._monitor.forget()
-        self._waited = 0
         seen = self._monitor.seen(record.history)
         for epoch, values in seen:
-            improved = self._monitor.improves(epoch, values, values.get("steps", 0))
-            self._waited = 0 if improved else self._waited + 1
-        if self._waited < self.patience:  # patience may have been increased
+            self._monitor.improves(epoch, values, values.get("steps", 0))
+        if self._monitor.waited < self.patience:  # patience may have been increased
             self._reason = ""
         if self._reason:
             record.stop(self._reason)
@@ -186,29 +178,15 @@ class EarlyStopping(_OfBest):
         if self._file:  # epochs after the resume position run again
             self._read_file(session, or_later=True)
 
-    def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Stops training after ``patience`` epochs without improvement."""
-        if self._monitor.is_new(record) and not record.cut:
-            self._judge(record)
-
-    def on_validation(self, record: Record, session: TrainingSession) -> None:
-        """Stops training after ``patience`` validations without improvement."""
-        if self._monitor.is_validation:
-            self._judge(record)
-
-    def _judge(self, record: Record) -> None:
-        self._due = self._improves(record)
-        if self._due:
-            self._waited = 0
-            return
-        self._waited += 1
-        if self._waited >= self.patience:
+    def _judge(self, record: Record, session: TrainingSession) -> None:
+        self._due, waited = self._improves(record), self._monitor.waited
+        if waited >= self.patience:
             best = "not finite" if self.best is None else f"{self.best:.6g}"
             where = f" (epoch {self.best_epoch})" if self.best_epoch else ""
             unit = "validation" if record.history.validations else "epoch"
             self._reason = (
-                f"EarlyStopping: {self._monitor.name} has not improved for {self._waited} "
-                f"{unit}{'s' * (self._waited > 1)}; the best value is {best}{where}"
+                f"EarlyStopping: {self._monitor.name} has not improved for {waited} "
+                f"{unit}{'s' * (waited > 1)}; the best value is {best}{where}"
             )
             record.stop(self._reason)
 
@@ -305,6 +283,7 @@ class BestModel(_OfBest):
     """
 
     saves = True
+    _judges_cut = True
 
     def __init__(
         self,
@@ -340,17 +319,10 @@ class BestModel(_OfBest):
                 *(self.path, self.best_epoch),
             )
 
-    def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Checks whether the epoch is the best."""
-        if self._monitor.is_new(record):
-            self._due = self._improves(record)
-            if record.cut and self._due:
-                self._before = self.best  # a resumed fit replaces the entry of the epoch
-
-    def on_validation(self, record: Record, session: TrainingSession) -> None:
-        """Checks whether the model is the best at this validation."""
-        if self._monitor.is_validation:
-            self._due = self._improves(record)
+    def _judge(self, record: Record, session: TrainingSession) -> None:
+        self._due = self._improves(record)
+        if record.cut and self._due:
+            self._before = self.best  # a resumed fit replaces the entry of the epoch
 
     def _keep(self, session: TrainingSession) -> None:
         if self._inference:

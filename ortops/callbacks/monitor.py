@@ -10,15 +10,16 @@ from typing import Any, Literal, TypeAlias
 
 from ortops._common.arguments import choice, number, text
 from ortops._common.numbers import integer, real
-from ortops.engine.training.callback import Record
+from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.history import History
+from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 
 Mode: TypeAlias = Literal["auto", "max", "min"]
 
 
 class Monitor:
-    """Finds the best epoch by a metric.
+    """Finds the best epoch by a metric, and counts those since then.
 
     Args:
         who: The callback, for messages.
@@ -31,6 +32,7 @@ class Monitor:
         best: The best value so far, or None.
         epoch: Its epoch; 0 if there is none.
         steps: The number of finished steps at that time; 0 if there is none.
+        waited: How many epochs or validations in a row were no improvement.
     """
 
     def __init__(self, who: str, name: str, mode: Mode, minimum_change: float) -> None:
@@ -73,8 +75,7 @@ class Monitor:
     def forget(self) -> None:
         """Resets the best value."""
         self.best: float | None = None
-        self.epoch = 0
-        self.steps = 0
+        self.epoch = self.steps = self.waited = 0
 
     @property
     def is_validation(self) -> bool:
@@ -116,8 +117,6 @@ class Monitor:
     def improves(self, epoch: int, values: Mapping[str, float], steps: float) -> bool:
         """Adds an epoch or a validation, and returns whether it is the best so far.
 
-        One with a NaN or infinite value never is.
-
         Args:
             epoch: The number of the epoch, from 1.
             values: The metrics.
@@ -127,14 +126,18 @@ class Monitor:
             OrtopsError: If it does not have the metric.
         """
         value = self.value(epoch, values)
-        if not math.isfinite(value):
+        if not self.is_better(value):
+            self.waited += 1
             return False
-        if self.best is not None:
-            gain = value - self.best if self.is_more_better else self.best - value
-            if not (gain > 0 and gain >= self.minimum_change):
-                return False
-        self.best, self.epoch, self.steps = value, epoch, int(steps)
+        self.best, self.epoch, self.steps, self.waited = value, epoch, int(steps), 0
         return True
+
+    def is_better(self, value: float) -> bool:
+        """Whether a value is an improvement."""
+        if self.best is None or not math.isfinite(value):
+            return math.isfinite(value)
+        gain = value - self.best if self.is_more_better else self.best - value
+        return gain > 0 and gain >= self.minimum_change
 
     def value(self, epoch: int, values: Mapping[str, float]) -> float:
         """Returns the metric of an epoch or a validation.
@@ -149,6 +152,31 @@ class Monitor:
                 "(validation= and metrics= of fit add more)"
             )
         return float(values[self.name])
+
+
+class _Monitoring(Callback):
+    """Base class of callbacks that judge each epoch, or each validation, by a metric."""
+
+    _monitor: Monitor
+    _judges_cut = False  # also an epoch that a limit cuts short
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far, or None."""
+        return self._monitor.best
+
+    def on_epoch(self, record: Record, session: TrainingSession) -> None:
+        """Judges the epoch, unless a validation at its end was judged."""
+        if self._monitor.is_new(record) and (self._judges_cut or not record.cut):
+            self._judge(record, session)
+
+    def on_validation(self, record: Record, session: TrainingSession) -> None:
+        """Judges the validation, if the metric is one of validation."""
+        if self._monitor.is_validation:
+            self._judge(record, session)
+
+    def _judge(self, record: Record, session: TrainingSession) -> None:
+        raise NotImplementedError
 
 
 def begins_anew(record: Record) -> bool:

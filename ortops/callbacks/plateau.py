@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ortops._common.arguments import choice, number, whole_number
-from ortops.callbacks.monitor import Mode, Monitor, begins_anew, remembered
-from ortops.engine.training.callback import Callback, Record
+from ortops.callbacks.monitor import Mode, Monitor, _Monitoring, begins_anew, remembered
+from ortops.engine.training.callback import Record
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ModelError
 
@@ -19,7 +19,23 @@ _SMALLEST_CHANGE = 1e-8
 """The smallest change of a learning rate that is made, as in PyTorch."""
 
 
-class ReduceLROnPlateau(Callback):
+class _Threshold(Monitor):
+    """Has the formulas of ``torch.optim.lr_scheduler.ReduceLROnPlateau``."""
+
+    is_relative = True
+
+    def is_better(self, value: float) -> bool:
+        """Whether a value is better than the best one by more than the threshold."""
+        if self.best is None:
+            worst = -math.inf if self.is_more_better else math.inf
+            return not math.isnan(value) and value != worst
+        change = self.minimum_change * (self.best if self.is_relative else 1.0)
+        if self.is_more_better:
+            return value > self.best + change
+        return value < self.best - change
+
+
+class ReduceLROnPlateau(_Monitoring):
     """Reduces the learning rate when a metric has not improved for several epochs.
 
     The learning rate is multiplied by ``factor`` after more than ``patience`` consecutive epochs
@@ -82,16 +98,11 @@ class ReduceLROnPlateau(Callback):
         self.patience = whole_number(f"{who}: patience", patience, 0)
         self.factor = number(f"{who}: factor", factor, above=0, below=1)
         self.minimum = number(f"{who}: minimum", minimum, minimum=0)
-        self.threshold = number(f"{who}: threshold", threshold, minimum=0)
+        number(f"{who}: threshold", threshold, minimum=0)
         self.cooldown = whole_number(f"{who}: cooldown", cooldown, 0)
         choice(f"{who}: threshold_mode", threshold_mode, ("relative", "absolute"))
-        self._is_relative = threshold_mode == "relative"
-        self._monitor = Monitor(who, monitor, mode, 0.0)
-        self._forget()
-
-    def _forget(self) -> None:
-        self.best: float | None = None
-        self._waited = 0
+        self._monitor = _Threshold(who, monitor, mode, threshold)
+        self._monitor.is_relative = threshold_mode == "relative"
         self._cooling = 0
 
     def __repr__(self) -> str:
@@ -109,29 +120,17 @@ class ReduceLROnPlateau(Callback):
         _ = session.peak_learning_rate
         self._monitor.begin(record)
         if begins_anew(record):
-            self._forget()
-
-    def on_validation(self, record: Record, session: TrainingSession) -> None:
-        """Reduces the learning rate, if it is due after a validation within an epoch."""
-        if self._monitor.is_validation:
-            self._judge(record, session)
-
-    def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Reduces the learning rate, if it is due."""
-        if self._monitor.is_new(record) and not record.cut:
-            self._judge(record, session)
+            self._monitor.forget()
+            self._cooling = 0
 
     def _judge(self, record: Record, session: TrainingSession) -> None:
-        value = self._monitor.value(record.epoch, record.values)
-        if self._is_better(value):
-            self.best, self._waited = value, 0
-        else:
-            self._waited += 1
+        monitor = self._monitor
+        monitor.improves(record.epoch, record.values, record.step)
         if self._cooling:
             self._cooling -= 1
-            self._waited = 0
-        if self._waited > self.patience:
-            self._cooling, self._waited = self.cooldown, 0
+            monitor.waited = 0
+        if monitor.waited > self.patience:
+            self._cooling, monitor.waited = self.cooldown, 0
             present = session.peak_learning_rate
             reduced = max(present * self.factor, self.minimum)
             if present - reduced > _SMALLEST_CHANGE:
@@ -143,18 +142,9 @@ class ReduceLROnPlateau(Callback):
                     math.nan if self.best is None else self.best,
                 )
 
-    def _is_better(self, value: float) -> bool:
-        if self.best is None:
-            worst = -math.inf if self._monitor.is_more_better else math.inf
-            return not math.isnan(value) and value != worst
-        change = self.threshold * (self.best if self._is_relative else 1.0)
-        if self._monitor.is_more_better:
-            return value > self.best + change
-        return value < self.best - change
-
     def state(self) -> dict[str, Any]:
         """Returns the best value and the counts, for the file."""
-        return {"best": self.best, "waited": self._waited, "cooling": self._cooling}
+        return {"best": self.best, "waited": self._monitor.waited, "cooling": self._cooling}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores the best value and the counts.
@@ -168,6 +158,6 @@ class ReduceLROnPlateau(Callback):
                 f"{who}: 'best' in the state of the file to resume from must be a number or null, "
                 f"got {best!r:.80}"
             )
-        self.best = best
-        self._waited = int(remembered(who, state, "waited", whole=True))
+        self._monitor.best = best
+        self._monitor.waited = int(remembered(who, state, "waited", whole=True))
         self._cooling = int(remembered(who, state, "cooling", whole=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import numbers
 import re
 import time
@@ -249,7 +248,7 @@ def _described(session: TrainingSession) -> dict[str, object]:
     metadata, position = session.metadata, session.resume_state.position
     found: dict[str, object] = {}
     if position is not None:
-        found = dataclasses.asdict(position.epoch_state.call)
+        found = dict(position.epoch_state.call)
     if metadata.learning_rate in session.state:
         found["learning_rate"] = session.peak_learning_rate
     for name in ("schedule", "clipping", "averaging"):

@@ -121,11 +121,11 @@ def _position(session: TrainingSession) -> str:
     position = session.resume_state.position
     if position is None:
         return ""
-    epochs, epoch = position.epoch_state.call.epochs, position.epoch_state.epoch
+    epochs, epoch = position.epoch_state.call["epochs"], position.epoch_state.epoch
     if epoch > epochs:
         return f"the last training finished its {epochs} epochs"
-    batches = position.epoch_state.call.batches
-    done = f"{position.progress.batch} of {batches if batches else '?'} batches"
+    batches = position.epoch_state.call["batches"]
+    done = f"{position.batch} of {batches if batches else '?'} batches"
     return f"the last training stopped in epoch {epoch} of {epochs} ({done}); --resume continues it"
 
 

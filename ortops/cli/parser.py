@@ -1,4 +1,4 @@
-"""The argument parser of the command line. Imports nothing else, so that `--help` is fast."""
+"""The argument parser of the command line. Imports nothing heavy, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from ortops.engine.training.fit_options import OPTIONS
+
 _LOSS = (
     "a loss, optionally with arguments: SoftmaxCrossEntropy, MeanSquaredError, "
     "'Huber(delta=0.5)', … (`ortops check` lists the losses that fit a model)"
 )
 _SAMPLE_WEIGHT = "a column with a weight >= 0 for each row, by which the loss averages rows"
-_CLASS_WEIGHT = 'balanced, or a weight for each class in JSON, such as \'{"0": 1, "1": 5}\''
 _OPTIMIZER = "an optimizer, optionally with arguments, such as 'AdamW(weight_decay=0.1)'"
 _DATA = (
     "an .npz, .csv, .parquet, .arrow or .feather file, a folder with one subfolder of images per "
@@ -281,29 +282,17 @@ def _add_algorithm(parser: argparse.ArgumentParser) -> None:
         help="a number, or a schedule such as 'warmup_cosine(3e-4, steps=1000, warmup=100)'; with "
         "`train`, steps defaults to the number of updates",
     )
-    add(
-        "--trainable",
-        action="append",
-        metavar="PATTERN",
-        help="which weights to train: their names, patterns, or scopes of nodes; may be repeated",
-    )
-    add(
-        "--batch-normalization",
-        choices=("auto", "train", "frozen"),
-        help="how to run BatchNormalization: with the statistics of each batch, or frozen "
-        "(default: auto)",
-    )
+    about = "which weights to train: their names, patterns, or scopes of nodes; may be repeated"
+    add("--trainable", action="append", metavar="PATTERN", help=about)
+    about = "how to run BatchNormalization: with the statistics of each batch, or frozen"
+    choices = ("auto", "train", "frozen")
+    add("--batch-normalization", choices=choices, help=f"{about} (default: auto)")
     add("--clip-norm", type=float, metavar="N", help="clip the global norm of the gradients to N")
     add("--clip-value", type=float, metavar="N", help="clip each gradient element to [-N, N]")
-    add(
-        "--ema-decay",
-        type=float,
-        metavar="D",
-        help="keep an exponential moving average of the weights with this decay, such as 0.999",
-    )
-    add(
-        "--seed", type=_whole_number, metavar="N", help="seed of Dropout and shuffling (default: 0)"
-    )
+    about = "keep an exponential moving average of the weights with this decay, such as 0.999"
+    add("--ema-decay", type=float, metavar="D", help=about)
+    about = "seed of Dropout and shuffling (default: 0)"
+    add("--seed", type=_whole_number, metavar="N", help=about)
 
 
 def _add_build(command: _Command) -> None:
@@ -316,9 +305,8 @@ def _add_build(command: _Command) -> None:
 
 
 def _add_force(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--force", action="store_true", help="allow the output to overwrite an input file"
-    )
+    about = "allow the output to overwrite an input file"
+    parser.add_argument("--force", action="store_true", help=about)
 
 
 def _add_list(
@@ -360,73 +348,44 @@ def _add_data(parser: argparse.ArgumentParser, *, batch: int = 256) -> None:
 
 def _add_train(command: _Command) -> None:
     parser = command("train", "training.train", "train a model on a data set")
-    parser.add_argument(
-        "model", nargs="?", help="an .onnx file: a model, or a trainable file to continue training"
-    )
-    parser.add_argument(
-        "--save", metavar="FILE", help="the trainable file to write (default: <model>-trained.onnx)"
-    )
+    about = "an .onnx file: a model, or a trainable file to continue training"
+    parser.add_argument("model", nargs="?", help=about)
+    about = "the trainable file to write (default: <model>-trained.onnx)"
+    parser.add_argument("--save", metavar="FILE", help=about)
     _add_algorithm(parser)
     _add_data(parser, batch=32)
     group = parser.add_argument_group("training loop")
+    for name in OPTIONS:
+        _add_fit_option(group, name)
     add = group.add_argument
-    add("--epochs", type=_count, metavar="N", help="passes over the data (default: 1)")
-    add("--class-weight", metavar="WEIGHTS", help=_CLASS_WEIGHT)
-    add(
-        "--accumulate",
-        type=_count,
-        metavar="K",
-        help="accumulate gradients over K batches per update (default: 1)",
+    about = "stop after N epochs without improvement"
+    add("--early-stopping", type=_count, metavar="N", help=about)
+    about = (
+        "the value that --early-stopping and --best watch (default: validation_loss, or loss "
+        "without validation data)"
     )
-    add(
-        "--validation",
-        metavar="DATA",
-        help="data to evaluate after each epoch, or the fraction of --data to hold out, such as "
-        "0.1",
-    )
-    _add_list(group, "--metrics", "METRIC", "metrics to compute, such as accuracy")
-    add(
-        "--train-metrics",
-        action=argparse.BooleanOptionalAction,
-        help="compute the metrics on the training data, too, from the outputs of the steps",
-    )
-    add(
-        "--validate-every",
-        type=_count,
-        metavar="N",
-        help="also evaluate the validation data within epochs, every N steps",
-    )
-    add("--max-steps", type=_count, metavar="N", help="stop after N steps, also within an epoch")
-    add(
-        "--max-minutes",
-        type=_positive,
-        metavar="N",
-        help="stop after N minutes, also within an epoch; resume with --resume",
-    )
-    add(
-        "--early-stopping", type=_count, metavar="N", help="stop after N epochs without improvement"
-    )
-    add(
-        "--monitor",
-        metavar="NAME",
-        help="the value that --early-stopping and --best watch (default: validation_loss, or loss "
-        "without validation data)",
-    )
-    add(
-        "--mode",
-        choices=("auto", "max", "min"),
-        help="whether higher or lower is better (default: auto, the direction of the metric)",
-    )
+    add("--monitor", metavar="NAME", help=about)
+    about = "whether higher or lower is better (default: auto, the direction of the metric)"
+    add("--mode", choices=("auto", "max", "min"), help=about)
     add("--best", metavar="FILE", help="write the best model here")
-    add(
-        "--checkpoint-steps",
-        type=_count,
-        metavar="N",
-        help="save every N steps (default: after each epoch)",
-    )
+    about = "save every N steps (default: after each epoch)"
+    add("--checkpoint-steps", type=_count, metavar="N", help=about)
     add("--resume", action="store_true", help="resume an interrupted training")
     _add_providers(group)
     _add_reports(group)
+
+
+def _add_fit_option(group: argparse._ActionsContainer, argument: str) -> None:
+    """Adds the option for an argument of `fit`, if there is one."""
+    option, name = OPTIONS[argument], f"--{argument.replace('_', '-')}"
+    kinds = {"whole_number": _count, "number": _positive}
+    if option.metavar == "":
+        group.add_argument(name, action=argparse.BooleanOptionalAction, help=option.help)
+    elif option.metavar and option.default == ():
+        _add_list(group, name, option.metavar, option.help)
+    elif option.metavar:
+        kind: Any = kinds.get(option.check)
+        group.add_argument(name, type=kind, metavar=option.metavar, help=option.help)
 
 
 def _add_reports(group: argparse._ArgumentGroup) -> None:
@@ -437,11 +396,8 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
     add("--tensorboard", metavar="FOLDER", help="write TensorBoard events here")
     _add_force(group)
     add("--quiet", action=argparse.BooleanOptionalAction, help="show warnings only")
-    add(
-        "--config",
-        metavar="FILE",
-        help="a TOML file with these options; options on the command line take precedence",
-    )
+    about = "a TOML file with these options; options on the command line take precedence"
+    add("--config", metavar="FILE", help=about)
     add("--write-config", metavar="FILE", help="write the options to a TOML file, then train")
 
 
@@ -451,8 +407,8 @@ def _add_eval(command: _Command) -> None:
     add("model", help="a trainable file, or with --loss any .onnx file")
     add("--loss", help=f"only for a file without a loss: {_LOSS}")
     _option(parser, "--sample-weight", "COLUMN", f"with --loss: {_SAMPLE_WEIGHT}")
-    _option(parser, "--class-weight", "WEIGHTS", _CLASS_WEIGHT)
-    _add_list(parser, "--metrics", "METRIC", "metrics to compute, such as accuracy")
+    _add_fit_option(parser, "class_weight")
+    _add_fit_option(parser, "metrics")
     _flag(parser, "--ema", "evaluate the averaged weights")
     _add_providers(parser)
     _flag(parser, "--json", "print a JSON object")

@@ -19,8 +19,8 @@ from ortops.cli.standard_streams import print_bytes
 from ortops.cli.streams import read_model
 from ortops.data.wanted import DataFile, Wanted, row_axes_of, rows_of, wanted_inputs
 from ortops.engine.inference import InferenceSession
-from ortops.engine.training.feeds import Input
 from ortops.engine.training.foreign_arrays import csv_text
+from ortops.engine.training.input_values import Input
 from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.row_axes import Pieces, RowAxes, along, row_axes_of_model, rows_first

@@ -21,6 +21,7 @@ from ortops.cli.streams import describe_stream, print_json, read_light_model, wr
 from ortops.data.rows import Column, select
 from ortops.data.wanted import DataFile, Wanted, row_axes_of, rows_of, wanted_inputs
 from ortops.engine.building.builder import build_light
+from ortops.engine.training.fit_options import OPTIONS
 from ortops.engine.training.sample_weights import ClassWeight
 from ortops.engine.training.session import TrainingSession
 from ortops.engine.training.validation_split import hold_out
@@ -43,8 +44,6 @@ _CLASS_WEIGHT = "class_weight"
 """The input of a loss that has weights of classes only."""
 
 _REPLACED = ("--best", "--plot", "--write-config")
-
-_BATCH_SIZE = 32
 
 
 def build(options: argparse.Namespace) -> int:
@@ -150,26 +149,20 @@ def _fit(
         raise OrtopsError("--validate-every: there are no data to validate; give --validation")
     if options.train_metrics and not options.metrics:
         raise OrtopsError("--train-metrics: there are no metrics; give --metrics")
-    kept = [metric(text) for text in options.metrics or ()]
     checkpoint = callbacks.Checkpoint(_literal(save), every=options.checkpoint_steps)
+    found = {name: getattr(options, name, None) for name in OPTIONS}
+    given = {name: value for name, value in found.items() if value is not None}
+    given |= {
+        "validation": validation,
+        "class_weight": _class_weight(options),
+        "metrics": [metric(text) for text in options.metrics or ()],
+        "progress": not options.quiet,
+        "callbacks": [*_callbacks(options, bool(validation)), checkpoint],
+        "resume": resumes,
+        "sample_weight": None,  # a column that the loss reads
+    }
     try:
-        session.fit(
-            training,
-            epochs=options.epochs or 1,
-            batch_size=options.batch_size or _BATCH_SIZE,
-            seed=options.seed or 0,
-            accumulate=options.accumulate or 1,
-            validation=validation,
-            validate_every=options.validate_every,
-            max_steps=options.max_steps,
-            max_minutes=options.max_minutes,
-            class_weight=_class_weight(options),
-            metrics=kept,
-            train_metrics=bool(options.train_metrics),
-            progress=not options.quiet,
-            callbacks=[*_callbacks(options, bool(validation)), checkpoint],
-            resume=resumes,
-        )
+        session.fit(training, **given)
     except (KeyboardInterrupt, SystemExit):
         if checkpoint.latest is not None:
             say(f"interrupted after step {session.steps_done}; saved in {save}. Resume with:")

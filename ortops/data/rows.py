@@ -120,17 +120,14 @@ class ImageRows(RowData):
             balanced=self._balanced,
         )
 
-    def arrange(
-        self, order: np.random.Generator | None, batch_size: int
-    ) -> list[npt.NDArray[np.int64]]:
-        """Returns the numbers of the rows of each batch; repeated draws of row i are i + n·k."""
+    def permutation(self, order: np.random.Generator | None) -> npt.NDArray[np.int64]:
+        """Returns the numbers of the rows of an epoch; repeated draws of row i are i + n·k."""
         if not self._balanced or order is None or self._labels is None:
-            return super().arrange(order, batch_size)
+            return super().permutation(order)
         size = len(self)
         weights = 1.0 / np.bincount(self._labels, minlength=self._classes)[self._labels]
         drawn = order.choice(size, size, p=weights / weights.sum())
-        drawn = drawn + size * _repetitions(drawn)
-        return [drawn[start : start + batch_size] for start in range(0, size, batch_size)]
+        return drawn + size * _repetitions(drawn)
 
     def check(self, inputs: Inputs) -> None:
         """Raises an error if labels have to be mixed, but the loss takes class numbers.

@@ -11,7 +11,7 @@ import numpy as np
 
 from ortops._common.numbers import Array
 from ortops.derivatives.programs import Source, input_of
-from ortops.engine.training.feeds import Input
+from ortops.engine.training.input_values import Input
 from ortops.errors import ArgumentError, did_you_mean
 
 _CHECKED = 1024

@@ -43,7 +43,7 @@ from ortops.engine.lowering import (
     normalize,
     prepare,
 )
-from ortops.engine.training.feeds import Input
+from ortops.engine.training.input_values import Input
 from ortops.errors import FeedError, ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.edit import RANDOM, all_nodes, is_float, prune

@@ -27,12 +27,12 @@ from ortops._common.arguments import number
 from ortops.distributed.mpi import MPI
 from ortops.engine.training.data import rows
 from ortops.engine.training.feeds import Checked
-from ortops.engine.training.fitting import Shared, StepStrategy
 from ortops.engine.training.gradients import Accumulation, Gradients
 from ortops.engine.training.loaded_model import LoadedModel
 from ortops.engine.training.model_file import bytes_digest
 from ortops.engine.training.session import TrainingSession
 from ortops.engine.training.steps import Steps
+from ortops.engine.training.trainer import Shared, StepStrategy
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError, UnsupportedError
 from ortops.graph.row_axes import along
 
@@ -248,7 +248,7 @@ class JoinedSteps(Steps):
             position.epoch_state.call,
             position.epoch_state.epoch,
             position.epoch_state.first_step,
-            position.progress.batch,
+            position.batch,
         )
         for what, digest in (
             ("another model", model),
@@ -490,7 +490,7 @@ class JoinedSteps(Steps):
         return Checked(taken, batch.by), end - begin
 
     def _agree(self, stopped: str, signal: str, found: object) -> tuple[str, str, bool]:
-        """See `ortops.engine.training.fitting.Shared`."""
+        """See `ortops.engine.training.trainer.Shared`."""
         ends = np.array([bool(stopped), *(signal == each for each in _ENDS[1:])], np.float64)
         marks = [_mark(_digest(found)), self._mark_of_assigned()]
         sums = np.concatenate([ends, *marks])

@@ -34,7 +34,7 @@ import onnx
 import onnxruntime
 from attacks import run_python
 from feature_models import Array, Arrays
-from features import EXPORTED, WITHOUT_LABELS, Draw, shrink
+from features import EXPORTED, OF_FIT, WITHOUT_LABELS, Draw, shrink
 from onnx import numpy_helper
 from running import plain_session, run_session
 
@@ -295,21 +295,12 @@ def arguments_of(draw: Draw, held_out: Arrays, folder: Path) -> dict[str, Any]:
     if draw.validation == "same":
         validation = models.in_form(draw, held_out, folder)
     return {
-        "epochs": draw.epochs,
-        "batch_size": draw.batch_size,
-        "shuffle": draw.shuffle,
+        **{name: getattr(draw, name) for name in OF_FIT},
         "seed": draw.seed,
         "validation": validation,
         "metrics": metrics_of(draw),
-        "validate_every": draw.validate_every or None,
-        "train_metrics": draw.train_metrics,
-        "detect_anomaly": draw.detect_anomaly,
         "schedule": models.rate_of_epoch if draw.rate == "by epoch" else None,
         "entry": entry_of(draw),
-        "accumulate": draw.accumulate,
-        "prefetch": draw.prefetch,
-        "progress": draw.progress,
-        "stop_on_nan": draw.stop_on_nan,
     }
 
 

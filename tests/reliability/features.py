@@ -13,9 +13,10 @@ import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any
 
+from ortops.engine.training.fit_options import OPTIONS
 from ortops.optimizers import OPTIMIZERS
 
 ROWS = 10
@@ -27,8 +28,97 @@ def _installed(package: str, *values: str) -> tuple[str, ...]:
     return values if importlib.util.find_spec(package) is not None else ()
 
 
-@dataclass(frozen=True)
-class Draw:
+ROW_FORMS = (
+    *("dict", "tuple", "lists", "strided", "memory map", "file of arrays", "stored", "records"),
+    *("function of rows", "samples", "samples by name", "refilled samples", "stored table"),
+    *("collated", "list of samples"),
+    "single array",
+    *_installed("pandas", "pandas"),
+    *_installed("pyarrow", "pyarrow", "parquet"),
+    *_installed("scipy", "sparse"),
+)
+"""Forms of data as rows."""
+
+COLLATED = ("collated", "list of samples")
+"""Forms of data as samples that `collate=` joins."""
+
+BATCH_FORMS = (
+    *("list of batches", "tuple of batches", "list of tuples", "loader", "refilled loader"),
+    *("generator", "generator of an epoch", "iterator", "sequence", "refilled sequence"),
+)
+"""Forms of data as batches."""
+
+OF_FIT = {name: option.tried for name, option in OPTIONS.items() if option.tried}
+"""Arguments of fit of which any value is tried with any other."""
+
+WITHOUT_AXIS = {
+    "seed": "it is drawn with the weights and the data",
+    "validation_split": "tests/test_validation_split.py divides each form of data",
+    "max_steps": "tests/test_fit_limits.py ends trainings by it and resumes them",
+    "max_minutes": "tests/test_fit_limits.py ends trainings by it and resumes them",
+    "class_weight": "a value of the axis sample_weight",
+    "collate": "values of the axis data",
+    "group_by_length": "tests/test_collate.py looks at the lengths in a batch",
+    "schedule": "a value of the axis rate",
+    "resume": "the axes end, twice and goes_on",
+    "fast_dev_run": "it leaves nothing to compare; see tests/test_fast_dev_run.py",
+    "entry": "the axis entries trains one of two",
+}
+"""Arguments of fit without an axis of their own, and why."""
+
+AXES: Mapping[str, tuple[Any, ...]] = {
+    "model": (
+        *("affine", "double", "classifier", "convolutional", "tokens", "tagger", "branching"),
+        *("half", "half overflowing", "lora", "stateful"),
+    ),
+    "dropout": (False, True),
+    "opset": (21, 13, 17, 22),
+    "fixed": (False, True),
+    "source": ("model", "bytes", "path", "external"),
+    "file": ("model", "bytes", "path", "external"),
+    "loss": (
+        *("MeanSquaredError", "Huber", "L1", "SoftmaxCrossEntropy", "smoothed", "ignoring"),
+        *("weighted", "sum of losses", "sum of classes", "summed", "function"),
+    ),
+    "sample_weight": ("", "column", "array", "classes"),
+    "entries": (False, True),
+    "optimizer": tuple(OPTIMIZERS),
+    "rate": (
+        *("number", "by epoch", "constant", "step", "exponential", "polynomial", "cosine"),
+        *("one_cycle", "warmup_cosine", "warmup_linear"),
+    ),
+    "clip": ("", "norm", "value", "both"),
+    "ema": (False, True),
+    "groups": (False, True),
+    "trainable": ("all", "some"),
+    "batch_normalization": ("auto", "train", "frozen"),
+    "kernels": ("onnx", "python", *_installed("llvmlite", "compiled", "auto")),
+    "recompute": (None, "sqrt", 1, ("hidden",)),
+    "in_backward": (False, True),
+    "data": (*BATCH_FORMS, *ROW_FORMS),
+    **OF_FIT,
+    "validation": ("", "dict", "same"),
+    "metrics": (False, True),
+    "callbacks": (
+        *("", "user", "Checkpoint", "Checkpoint every", "EarlyStopping", "restore_best"),
+        *("restore_best in memory", "BestModel", "CSVLog", "JSONLines", "all"),
+    ),
+    "end": ("", "stop", "error", "KeyboardInterrupt", "SIGINT", "SIGTERM", "killed"),
+    "stop": (1, 2, 3, 5),
+    "twice": (False, True),
+    "goes_on": ("session", "file", "model", "bytes"),
+    "moved": (False, True),
+    "longer": (False, True),
+    "reference": ("step", "run_steps", "reduce", "gradients", "fit"),
+    "also": (
+        *("", "evaluate", "predict", "serve", "one big batch", "step graph", "lower", "reset"),
+        *("reopen", "resume again", "plain kernels"),
+    ),
+}
+"""The values of each feature, the simplest one first."""
+
+
+class _Values:
     """One combination of features. The defaults are the simplest values.
 
     Attributes:
@@ -61,7 +151,7 @@ class Draw:
         accumulate: Batches that make one step.
         validation: The form of the validation data, "" for none.
         metrics: Whether a metric is computed on it.
-        validate_every: After how many steps there is a validation within an epoch; 0 for none.
+        validate_every: After how many steps there is a validation within an epoch; None for none.
         train_metrics: Whether metrics are computed on the training data, too.
         detect_anomaly: Whether values that are not finite are looked for.
         callbacks: Which callbacks there are; see `feature_checks.callbacks_of`.
@@ -78,49 +168,6 @@ class Draw:
         seed: Determines weights, data and order.
     """
 
-    model: str = "affine"
-    dropout: bool = False
-    opset: int = 21
-    fixed: bool = False
-    source: str = "model"
-    file: str = "model"
-    loss: str = "MeanSquaredError"
-    sample_weight: str = ""
-    entries: bool = False
-    optimizer: str = "SGD"
-    rate: str = "number"
-    clip: str = ""
-    ema: bool = False
-    groups: bool = False
-    trainable: str = "all"
-    batch_normalization: str = "auto"
-    kernels: str = "onnx"
-    recompute: Any = None
-    in_backward: bool = False
-    data: str = "list of batches"
-    batch_size: int = 5
-    epochs: int = 1
-    shuffle: bool = False
-    prefetch: int = 0
-    accumulate: int = 1
-    validation: str = ""
-    metrics: bool = False
-    validate_every: int = 0
-    train_metrics: bool = False
-    detect_anomaly: bool = False
-    callbacks: str = ""
-    progress: bool = False
-    stop_on_nan: bool = True
-    end: str = ""
-    stop: int = 1
-    twice: bool = False
-    goes_on: str = "session"
-    moved: bool = False
-    longer: bool = False
-    reference: str = "step"
-    also: str = ""
-    seed: int = 0
-
     def __repr__(self) -> str:
         """Returns Python that makes it, without the simplest values."""
         given = (
@@ -136,85 +183,13 @@ class Draw:
         return self.data not in BATCH_FORMS
 
 
-ROW_FORMS = (
-    *("dict", "tuple", "lists", "strided", "memory map", "file of arrays", "stored", "records"),
-    *("function of rows", "samples", "samples by name", "refilled samples", "stored table"),
-    *("collated", "list of samples"),
-    "single array",
-    *_installed("pandas", "pandas"),
-    *_installed("pyarrow", "pyarrow", "parquet"),
-    *_installed("scipy", "sparse"),
+Draw = make_dataclass(
+    "Draw",
+    [(name, Any, field(default=values[0])) for name, values in {**AXES, "seed": (0,)}.items()],
+    bases=(_Values,),
+    frozen=True,
+    repr=False,
 )
-"""Forms of data as rows."""
-
-COLLATED = ("collated", "list of samples")
-"""Forms of data as samples that `collate=` joins."""
-
-BATCH_FORMS = (
-    *("list of batches", "tuple of batches", "list of tuples", "loader", "refilled loader"),
-    *("generator", "generator of an epoch", "iterator", "sequence", "refilled sequence"),
-)
-"""Forms of data as batches."""
-
-AXES: Mapping[str, tuple[Any, ...]] = {
-    "model": (
-        *("affine", "double", "classifier", "convolutional", "tokens", "tagger", "branching"),
-        *("half", "half overflowing", "lora", "stateful"),
-    ),
-    "dropout": (False, True),
-    "opset": (21, 13, 17, 22),
-    "fixed": (False, True),
-    "source": ("model", "bytes", "path", "external"),
-    "file": ("model", "bytes", "path", "external"),
-    "loss": (
-        *("MeanSquaredError", "Huber", "L1", "SoftmaxCrossEntropy", "smoothed", "ignoring"),
-        *("weighted", "sum of losses", "sum of classes", "summed", "function"),
-    ),
-    "sample_weight": ("", "column", "array", "classes"),
-    "entries": (False, True),
-    "optimizer": tuple(OPTIMIZERS),
-    "rate": (
-        *("number", "by epoch", "constant", "step", "exponential", "polynomial", "cosine"),
-        *("one_cycle", "warmup_cosine", "warmup_linear"),
-    ),
-    "clip": ("", "norm", "value", "both"),
-    "ema": (False, True),
-    "groups": (False, True),
-    "trainable": ("all", "some"),
-    "batch_normalization": ("auto", "train", "frozen"),
-    "kernels": ("onnx", "python", *_installed("llvmlite", "compiled", "auto")),
-    "recompute": (None, "sqrt", 1, ("hidden",)),
-    "in_backward": (False, True),
-    "data": (*BATCH_FORMS, *ROW_FORMS),
-    "batch_size": (5, 4, 1, 16),
-    "epochs": (1, 2, 3),
-    "shuffle": (False, True),
-    "prefetch": (0, 1, 2, 3),
-    "accumulate": (1, 2, 3, 4),
-    "validation": ("", "dict", "same"),
-    "metrics": (False, True),
-    "validate_every": (0, 1, 2, 3),
-    "train_metrics": (False, True),
-    "detect_anomaly": (False, True),
-    "callbacks": (
-        *("", "user", "Checkpoint", "Checkpoint every", "EarlyStopping", "restore_best"),
-        *("restore_best in memory", "BestModel", "CSVLog", "JSONLines", "all"),
-    ),
-    "progress": (False, True),
-    "stop_on_nan": (True, False),
-    "end": ("", "stop", "error", "KeyboardInterrupt", "SIGINT", "SIGTERM", "killed"),
-    "stop": (1, 2, 3, 5),
-    "twice": (False, True),
-    "goes_on": ("session", "file", "model", "bytes"),
-    "moved": (False, True),
-    "longer": (False, True),
-    "reference": ("step", "run_steps", "reduce", "gradients", "fit"),
-    "also": (
-        *("", "evaluate", "predict", "serve", "one big batch", "step graph", "lower", "reset"),
-        *("reopen", "resume again", "plain kernels"),
-    ),
-}
-"""The values of each feature, the simplest one first."""
 
 
 @dataclass(frozen=True)

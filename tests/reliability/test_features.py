@@ -16,9 +16,20 @@ from typing import Any
 import pytest
 from attacks import SOAK
 from feature_checks import check, failure_of, failures_of
-from features import EXPORTED, Draw, draws, draws_of, is_legal, legal_pairs, pairs_of
+from features import (
+    AXES,
+    EXPORTED,
+    WITHOUT_AXIS,
+    Draw,
+    draws,
+    draws_of,
+    is_legal,
+    legal_pairs,
+    pairs_of,
+)
 
 from ortops import OrtopsError, TrainingSession
+from ortops.engine.training.fit_options import OPTIONS
 
 DRAWS = int(os.environ.get("ORTOPS_FEATURES_DRAWS", "40" if SOAK == 1 else str(1000 * SOAK)))
 """How many combinations are drawn: 552 have every pair of values, 150 nine of ten, and 40 six."""
@@ -61,6 +72,10 @@ def test_every_pair_of_values_is_drawn() -> None:
     for draw in draws(SEED, 600):
         missing -= pairs_of(draw)
     assert not missing
+
+
+def test_each_argument_of_fit_is_an_axis_or_has_a_reason() -> None:
+    assert sorted(OPTIONS) == sorted([*(OPTIONS.keys() & AXES.keys()), *WITHOUT_AXIS])
 
 
 REFUSED = [

@@ -28,7 +28,7 @@ from training_models import affine, affine_batch, assert_same_arrays, foreign, l
 from violations import all_violations
 
 from ortops import FeedError, OrtopsError, Tape, TrainingSession, build_training_model, op
-from ortops.engine.training.feeds import Input
+from ortops.engine.training.input_values import Input
 from ortops.optimizers import SGD
 
 

@@ -405,7 +405,7 @@ def test_a_signal_that_comes_while_its_end_is_decided_is_not_forgotten() -> None
     """As while several processes agree: then it ends the training after the next step."""
     code = """
     from dataclasses import replace
-    from ortops.engine.training.fitting import Shared
+    from ortops.engine.training.trainer import Shared
     session, asked = kind.open(), []
     strategy = session._step_strategy()
     def agree(stopped, name, found):

@@ -25,7 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from ortops._common.numbers import Array
 from ortops.derivatives.function import Function
 from ortops.derivatives.programs import input_of
-from ortops.engine.training.feeds import Input
+from ortops.engine.training.input_values import Input
 from ortops.errors import ArgumentError, KernelError, UnsupportedError
 from ortops.graph.edit import describe
 

@@ -17,7 +17,7 @@ from pytensor.link.numba.dispatch.basic import get_numba_type, numba_funcify, nu
 from ortops._common.numbers import Array
 from ortops.derivatives.function import Function
 from ortops.derivatives.programs import input_of
-from ortops.engine.training.feeds import Input
+from ortops.engine.training.input_values import Input
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
 from ortops.graph.edit import describe
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ortops._common.numbers import Array, integer
 from ortops.derivatives.function import Function
-from ortops.engine.training.feeds import Input
+from ortops.engine.training.input_values import Input
 from ortops.errors import ArgumentError, FeedError, did_you_mean
 
 Shapes: TypeAlias = (

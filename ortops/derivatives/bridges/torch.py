@@ -21,7 +21,7 @@ import torch
 from ortops._common.numbers import Array
 from ortops.derivatives.function import Function
 from ortops.derivatives.programs import as_array, input_of
-from ortops.engine.training.feeds import Input
+from ortops.engine.training.input_values import Input
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
 from ortops.graph.edit import describe
 

@@ -4,44 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnxruntime
 
 from ortops.engine.lowering import lower
-from ortops.engine.trainable.metadata import TrainingMetadata
 from ortops.engine.trainable.step_graph import GRADIENTS_KEY, STEP_GRAPH_KEY, Part, step_graph
-from ortops.engine.training.state import State
+from ortops.engine.training.trainer import Array, Batch, Trainer
 from ortops.errors import DivergedError, OrtopsError
-
-Array: TypeAlias = npt.NDArray[Any]
-Batch: TypeAlias = Mapping[str, Array]
 
 _SHOWN = 3
 """How many inputs of a node a message describes."""
-
-
-class _Trainer(Protocol):
-    @property
-    def metadata(self) -> TrainingMetadata:
-        """What the builder wrote about the model."""
-
-    @property
-    def state(self) -> State:
-        """The variables."""
-
-    @property
-    def steps_done(self) -> int:
-        """The number of finished steps."""
-
-    def loss_names(self) -> list[str]:
-        """Returns the names of the loss and its parts."""
-
-    def model(self) -> onnx.ModelProto:
-        """Returns the trainable model."""
 
 
 class Anomalies:
@@ -52,7 +27,7 @@ class Anomalies:
         entry: The index of the training_info entry that makes the steps.
     """
 
-    def __init__(self, trainer: _Trainer, entry: int) -> None:
+    def __init__(self, trainer: Trainer, entry: int) -> None:
         self._trainer, self._entry = trainer, entry
         self._before: dict[str, Array] = {}
 

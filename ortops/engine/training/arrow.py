@@ -10,19 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ortops._common.optional import optional_module
 from ortops.engine.training.feeds import Feeds, Inputs, listed
-from ortops.engine.training.row_data import RowData
+from ortops.engine.training.row_data import RowData, Rows
 from ortops.errors import ArgumentError, FeedError
 from ortops.graph.files.archive import check_size
 from ortops.graph.files.opening import leads_out, open_regular
-
-Rows: TypeAlias = npt.NDArray[np.int64]
 
 ARROW = (".arrow", ".feather")
 """The suffixes of files in the format of Arrow, with which Feather's is the same."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 
 from ortops._common.uninterrupted import finished_at_exit
-from ortops.engine.training.feeds import fitted_array
+from ortops.engine.training.input_values import fitted_array
 from ortops.engine.training.loaded_model import LoadedModel
 from ortops.engine.training.state import check_dict
 from ortops.errors import OrtopsError, UnknownVariableError, did_you_mean

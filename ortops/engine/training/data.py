@@ -14,10 +14,10 @@ import numpy.typing as npt
 from ortops._common.arguments import whole_number
 from ortops.engine.training import foreign_arrays
 from ortops.engine.training.arrow import is_arrow, open_arrow
-from ortops.engine.training.feeds import Checked, Feeds, Inputs, listed
+from ortops.engine.training.feeds import Checked, Feeds, Inputs
 from ortops.engine.training.foreign_arrays import RowIndex
 from ortops.engine.training.prefetch import Prefetcher
-from ortops.engine.training.row_data import RowData
+from ortops.engine.training.row_data import RowData, count_batches, in_batches
 from ortops.engine.training.samples import Collate, check_collate, sample_rows
 from ortops.errors import FREE_BATCH, FeedError
 
@@ -34,18 +34,18 @@ class Source:
     Attributes:
         rows: The number of samples; None if batches are given.
         batches: The number of batches in an epoch; None if unknown.
-        prefetch: The number of batches that a thread reads ahead; 0 for none.
         part: Returns the rows, or the given batches, from a first one up to another; None if they
             cannot be read by number.
+        prefetch: The number of batches that a thread reads ahead; 0 for none.
     """
 
     rows: int | None
     batches: int | None
-    prefetch: int
     _read: _Read
+    part: Callable[[int, int], Source] | None = None
+    prefetch: int = 0
     _keeps: bool = False
     """Whether a batch stays valid while later ones are read into other memory."""
-    part: Callable[[int, int], Source] | None = None
 
     def epoch(
         self, number: int = 0, *, order: np.random.Generator | None = None, start: int = 0
@@ -145,29 +145,46 @@ def open_data(
     is_function = callable(data) and not isinstance(data, Iterable)
     if collate is not None and not is_function:
         data = sample_rows(data, inputs, collate, group_by_length)
+    made = _in_rows(data, inputs)
+    if made is not None:
+        found = _of_rows(made, inputs, batch_size, more)
+    elif more:
+        raise _no_rows(more)
+    elif is_function:
+        found = _function(data, inputs, batch_size, collate, group_by_length)
+    else:
+        found = _of_batches(data, inputs, batch_size, epochs)
+    return replace(found, prefetch=prefetch)
+
+
+def _in_rows(data: Data, inputs: Inputs) -> RowData | None:
+    """Returns a data set as rows; None if it consists of batches."""
     if isinstance(data, RowData):
-        return _row_data(data, inputs, batch_size, prefetch, more)
+        return data
     if isinstance(data, Mapping) or foreign_arrays.is_table(data) or _is_arrays(data):
         if foreign_arrays.is_stored_table(data):
-            return _stored_table(data, inputs, batch_size, prefetch, more)
-        return _arrays(inputs.named(data), inputs, batch_size, prefetch)
-    if isinstance(data, list | tuple):
-        if more:
-            raise _no_rows(more)
-        return _batch_list(data, inputs, prefetch)
-    if hasattr(data, "__getitem__") and isinstance(data, Sized) and not _iterates(data):
-        return _samples(data, inputs, batch_size, prefetch, more)
-    if more:
-        raise _no_rows(more)
+            return _stored_table(data, inputs)
+        return _arrays(inputs.named(data), inputs)
+    return _samples(data, inputs) if _is_read_by_number(data) else None
+
+
+def _of_batches(data: Data, inputs: Inputs, batch_size: int, epochs: int) -> Source:
+    """Returns a data set that consists of batches."""
+    if isinstance(data, list | tuple) or _is_read_by_number(data):
+        return _batch_list(data, inputs)
     if hasattr(data, "iter") and hasattr(data, "with_format"):  # a stream of Hugging Face
-        return _function(_stream(data, inputs, batch_size), inputs, batch_size, prefetch)
+        return _function(_stream(data, inputs, batch_size), inputs, batch_size)
     if isinstance(data, Iterable) and not isinstance(data, str | bytes | type):
-        return _iterable(data, inputs, epochs, prefetch)
-    if callable(data):
-        return _function(data, inputs, batch_size, prefetch, collate, group_by_length)
+        return _iterable(data, inputs, epochs)
     raise FeedError(
         f"data must be arrays by name or an iterable of batches, got {type(data).__name__}"
     )
+
+
+def _is_read_by_number(data: object) -> bool:
+    """Whether a data set is an object that returns samples or batches by number."""
+    is_sized = hasattr(data, "__getitem__") and isinstance(data, Sized)
+    return is_sized and not hasattr(type(data), "__iter__")
 
 
 def rows(feeds: Mapping[str, npt.NDArray[Any]]) -> int:
@@ -203,10 +220,6 @@ def _is_arrays(data: object) -> bool:
     return not isinstance(data, list) and foreign_arrays.is_array(data)
 
 
-def _iterates(data: object) -> bool:
-    return hasattr(type(data), "__iter__")
-
-
 # -------------------------------------------------------------------------------------- of rows
 
 
@@ -235,86 +248,97 @@ def _check_rows(size: int, names: Iterable[str], inputs: Inputs, batch_size: int
         raise FeedError("data: there are no batches; give at least one row")
 
 
-def _check_more(size: int, more: Mapping[str, npt.NDArray[Any]] | None) -> None:
-    for name, array in (more or {}).items():
+def _of_rows(
+    data: RowData,
+    inputs: Inputs,
+    batch_size: int,
+    more: Mapping[str, npt.NDArray[Any]] | None,
+) -> Source:
+    """Returns a data set of rows.
+
+    Args:
+        data: The rows.
+        inputs: See `open_data`.
+        batch_size: See `open_data`.
+        more: See `open_data`.
+    """
+    size, added = len(data), more or {}
+    _check_rows(size, data.filled(inputs), inputs, batch_size)
+    data.check(inputs)
+    for name, array in added.items():
         if len(array) != size:
             raise FeedError(
                 f"data: '{name}' must have {size} rows, as the data have, got {len(array)}"
             )
 
-
-def _row_data(
-    data: RowData,
-    inputs: Inputs,
-    batch_size: int,
-    prefetch: int,
-    more: Mapping[str, npt.NDArray[Any]] | None,
-) -> Source:
-    size = len(data)
-    _check_rows(size, inputs.sampled, inputs, batch_size)
-    data.check(inputs)
-    _check_more(size, more)
-
     def epoch(number: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
-        batches = data.arrange(order, batch_size)
+        batches: list[Any] = data.arrange(order, batch_size)
         _check_start(start, len(batches))
         for rows in batches[start:]:
             batch: Any = data.read(rows, inputs, number)
-            if more:
-                added = {name: array[rows % size] for name, array in more.items()}
-                batch = dict(inputs.named(batch)) | added
+            if added:
+                batch = dict(inputs.named(batch))
+                for name, array in added.items():
+                    if name in batch and isinstance(data, _ReadRows):
+                        raise weights_twice(name)
+                    batch[name] = array[rows if isinstance(rows, slice) else rows % size]
             yield inputs.check(batch)
 
     def part(begin: int, end: int) -> Source:
-        rest = {name: array[begin:end] for name, array in (more or {}).items()}
-        return _row_data(data.part(begin, end), inputs, batch_size, prefetch, rest)
+        rest = {name: array[begin:end] for name, array in added.items()}
+        return _of_rows(data.part(begin, end), inputs, batch_size, rest)
 
-    return Source(size, -(-size // batch_size), prefetch, epoch, data.keeps, part)
+    return Source(size, count_batches(size, batch_size), epoch, part, _keeps=data.keeps)
 
 
-def _cut(
-    read: Callable[[RowIndex], Feeds],
-    size: int,
-    names: Iterable[str],
-    inputs: Inputs,
-    batch_size: int,
-    prefetch: int,
-    *,
-    keeps: bool,
-) -> Source:
-    """Returns a data set of rows.
+class _ReadRows(RowData):
+    """Rows that a function reads.
 
     Args:
         read: Reads the rows with some indices.
         size: The number of rows.
-        names: The inputs of which a batch has rows.
-        inputs: See `open_data`.
-        batch_size: See `open_data`.
-        prefetch: See `open_data`.
+        names: The inputs of which a batch has rows; None for all.
         keeps: Whether what ``read`` returned stays valid when it is called again.
     """
-    _check_rows(size, names, inputs, batch_size)
 
-    def epoch(_: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
-        rows = None if order is None else order.permutation(size)
-        count = -(-size // batch_size)
-        _check_start(start, count)
-        for batch in range(start, count):
-            part = slice(batch * batch_size, min((batch + 1) * batch_size, size))
-            yield inputs.check(read(part if rows is None else rows[part]))
+    def __init__(
+        self,
+        read: Callable[[RowIndex], Feeds],
+        size: int,
+        names: Iterable[str] | None = None,
+        *,
+        keeps: bool = True,
+    ) -> None:
+        self._read, self._size, self._names, self.keeps = read, size, names, keeps
 
-    def part(begin: int, end: int) -> Source:
+    def __len__(self) -> int:
+        return self._size
+
+    def filled(self, inputs: Inputs) -> Iterable[str]:
+        return inputs if self._names is None else self._names
+
+    def check(self, inputs: Inputs) -> None:
+        pass  # each batch is
+
+    def arrange(self, order: np.random.Generator | None, batch_size: int) -> list[Any]:
+        if order is not None:
+            return super().arrange(order, batch_size)
+        parts = in_batches(range(self._size), batch_size)
+        return [slice(part.start, part.stop) for part in parts]  # of which arrays return views
+
+    def read(self, rows: RowIndex, inputs: Inputs, epoch: int) -> Feeds:
+        return self._read(rows)
+
+    def part(self, begin: int, end: int) -> _ReadRows:
         def shifted(rows: RowIndex) -> Feeds:
             if isinstance(rows, slice):
-                return read(slice(rows.start + begin, rows.stop + begin))
-            return read(rows + begin)
+                return self._read(slice(rows.start + begin, rows.stop + begin))
+            return self._read(rows + begin)
 
-        return _cut(shifted, end - begin, names, inputs, batch_size, prefetch, keeps=keeps)
-
-    return Source(size, -(-size // batch_size), prefetch, epoch, keeps, part)
+        return _ReadRows(shifted, end - begin, self._names, keeps=self.keeps)
 
 
-def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: int) -> Source:
+def _arrays(data: Mapping[str, Any], inputs: Inputs) -> RowData:
     if not data:
         raise FeedError("data: there are no arrays; give one for each input")
     arrays = inputs.columns(data)
@@ -366,7 +390,7 @@ def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: 
         }
         return taken | constants
 
-    return _cut(read, size, arrays, inputs, batch_size, prefetch, keeps=True)
+    return _ReadRows(read, size, arrays)
 
 
 def _fits(shape: Sequence[int], dims: Sequence[int | str | None]) -> bool:
@@ -403,35 +427,7 @@ def _no_rows(more: Mapping[str, object]) -> FeedError:
     )
 
 
-def _beside(
-    read: Callable[[RowIndex], Feeds],
-    size: int,
-    inputs: Inputs,
-    more: Mapping[str, npt.NDArray[Any]] | None,
-) -> Callable[[RowIndex], Feeds]:
-    """Returns a function that reads rows of a data set and those of further arrays."""
-    if not more:
-        return read
-    _check_more(size, more)
-
-    def both(rows: RowIndex) -> dict[str, Any]:
-        found = dict(inputs.named(read(rows)))
-        for name, array in more.items():
-            if name in found:
-                raise weights_twice(name)
-            found[name] = foreign_arrays.take(array, rows)
-        return found
-
-    return both
-
-
-def _stored_table(
-    data: Any,
-    inputs: Inputs,
-    batch_size: int,
-    prefetch: int,
-    more: Mapping[str, npt.NDArray[Any]] | None,
-) -> Source:
+def _stored_table(data: Any, inputs: Inputs) -> RowData:
     wanted = [name for name in inputs if name in data.column_names]
     data = data.select_columns(wanted)
     if data.format["type"] is None and len(data):  # numbers are read faster than as Python objects
@@ -444,40 +440,20 @@ def _stored_table(
         return inputs.as_columns({name: part[name] for name in wanted})
 
     # A transform that the user gave the data set may fill the same memory again.
-    both = _beside(read, len(data), inputs, more)
-    return _cut(both, len(data), inputs, inputs, batch_size, prefetch, keeps=False)
+    return _ReadRows(read, len(data), keeps=False)
 
 
-def _samples(
-    data: Any,
-    inputs: Inputs,
-    batch_size: int,
-    prefetch: int,
-    more: Mapping[str, npt.NDArray[Any]] | None,
-) -> Source:
+def _samples(data: Any, inputs: Inputs) -> RowData | None:
+    """Returns samples that are read by number; None if they are batches."""
     size = len(data)
     if size and _is_batch(data[0], inputs):
-        if more:
-            raise _no_rows(more)
-        return _batch_list(data, inputs, prefetch)
+        return None
 
     def read(rows: RowIndex) -> dict[str, Any]:
         numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
-        columns: dict[str, list[Any]] = {}
-        for number in numbers:
-            sample = inputs.sample(data[number])
-            columns = columns or {name: [] for name in sample}
-            if sample.keys() != columns.keys():
-                raise FeedError(
-                    "data: all samples must have the same names, but sample "
-                    f"{number} has {listed(sample)} and sample {numbers[0]} has {listed(columns)}"
-                )
-            for name, value in sample.items():
-                columns[name].append(value)
-        return inputs.stacked(columns)
+        return inputs.stacked(inputs.in_columns((data[n] for n in numbers), numbers))
 
-    both = _beside(read, size, inputs, more)
-    return _cut(both, size, inputs, inputs, batch_size, prefetch, keeps=True)
+    return _ReadRows(read, size)
 
 
 def _is_batch(item: object, inputs: Inputs) -> bool:
@@ -492,7 +468,7 @@ def _is_batch(item: object, inputs: Inputs) -> bool:
 # ------------------------------------------------------------------------------------ of batches
 
 
-def _batch_list(data: Sequence[Any], inputs: Inputs, prefetch: int) -> Source:
+def _batch_list(data: Sequence[Any], inputs: Inputs) -> Source:
     if not data:
         raise FeedError("data: there are no batches; give at least one")
 
@@ -501,9 +477,9 @@ def _batch_list(data: Sequence[Any], inputs: Inputs, prefetch: int) -> Source:
         return (inputs.check(data[place]) for place in range(start, len(data)))
 
     def part(begin: int, end: int) -> Source:
-        return _batch_list(_Slice(data, begin, end), inputs, prefetch)
+        return _batch_list(_Slice(data, begin, end), inputs)
 
-    return Source(None, len(data), prefetch, epoch, part=part)
+    return Source(None, len(data), epoch, part)
 
 
 class _Slice(Sequence[Any]):
@@ -519,7 +495,7 @@ class _Slice(Sequence[Any]):
         return self._items[self._places[place]]
 
 
-def _iterable(data: Iterable[Any], inputs: Inputs, epochs: int, prefetch: int) -> Source:
+def _iterable(data: Iterable[Any], inputs: Inputs, epochs: int) -> Source:
     given = data
     if isinstance(data, Iterator):
         if epochs > 1:
@@ -542,7 +518,7 @@ def _iterable(data: Iterable[Any], inputs: Inputs, epochs: int, prefetch: int) -
             raise _nothing()
         _check_start(start, done)
 
-    return Source(None, _length(data), prefetch, epoch)
+    return Source(None, _length(data), epoch)
 
 
 def _length(data: object) -> int | None:
@@ -556,7 +532,6 @@ def _function(
     function: Callable[..., Any],
     inputs: Inputs,
     batch_size: int,
-    prefetch: int,
     collate: Collate | None = None,
     group_by_length: bool | Sequence[int] = False,
 ) -> Source:
@@ -579,7 +554,7 @@ def _function(
         )
         yield from opened.epoch(number, order=order, start=start)
 
-    return Source(None, _length(function), prefetch, epoch)
+    return Source(None, _length(function), epoch)
 
 
 def _stream(data: Any, inputs: Inputs, batch_size: int) -> Callable[[], Iterator[dict[str, Any]]]:

@@ -13,7 +13,8 @@ import onnx
 
 from ortops._common.numbers import Array
 from ortops.engine.trainable.metadata import TrainingMetadata
-from ortops.engine.training.feeds import Input, Inputs
+from ortops.engine.training.feeds import Inputs
+from ortops.engine.training.input_values import Input
 from ortops.errors import ModelError
 
 _MOST = 2**24

@@ -21,8 +21,9 @@ from ortops.engine.inference import InferenceSession
 from ortops.engine.trainable.metadata import LossPart, PredictionNote, TrainingMetadata
 from ortops.engine.trainable.step_graph import evaluation_model
 from ortops.engine.training.data import Data, rows
-from ortops.engine.training.feeds import Input, Inputs
+from ortops.engine.training.feeds import Inputs
 from ortops.engine.training.gradients import number_of
+from ortops.engine.training.input_values import Input
 from ortops.engine.training.loaded_model import LoadedModel, reads
 from ortops.engine.training.sample_weights import ClassWeight, SampleWeight, Weighed, weigh
 from ortops.engine.training.samples import Collate

@@ -26,7 +26,7 @@ from ortops.engine.trainable.step_graph import (
     step_graph,
 )
 from ortops.engine.trainable.write_back import write_values
-from ortops.engine.training.feeds import accepted_labels
+from ortops.engine.training.batch_labels import accepted_labels
 from ortops.engine.training.position import POSITION_KEY
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph import convert
@@ -168,11 +168,7 @@ def export_step(
         "version": VERSION,
         "target": target,
         "files": {name: _describe_file(content) for name, content in files.items()},
-        "step": {
-            "feeds": _feeds(step),
-            "outputs": list(step.outputs),
-            "loss": step.loss or None,
-        },
+        "step": {"feeds": _feeds(step), "outputs": [*step.outputs], "loss": step.loss or None},
         "evaluate": _describe_evaluation(evaluation, prediction),
         "learning_rates": list(step.learning_rates),
         "counter": metadata.step if metadata.step in step.variables else None,
@@ -191,10 +187,9 @@ def export_step(
         described["web"] = {name: _describe_file(content) for name, content in page.items()}
     files |= page
     files[_DESCRIPTION] = json.dumps(described, indent=1).encode()  # written last
-    where = Path(folder)
     if not overwrite:
-        _refuse_others(where, files)
-    write_together(where, files)
+        _refuse_others(Path(folder), files)
+    write_together(Path(folder), files)
 
 
 def _name_runtime(page: dict[str, bytes], place: str) -> None:

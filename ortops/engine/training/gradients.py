@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ortops.engine.execution.split_step import Differentiated, Layout
 from ortops.engine.trainable.metadata import LossPart
-from ortops.engine.training.feeds import fitted_array
+from ortops.engine.training.input_values import fitted_array
 from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 
 Array: TypeAlias = npt.NDArray[Any]

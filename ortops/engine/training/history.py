@@ -3,12 +3,61 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ortops._common.numbers import plain
+from ortops.errors import OrtopsError
 
 _TIMES = frozenset(("seconds",))
 
 
-class History(list[dict[str, float]]):
+class Entries(list[dict[str, float]]):
+    """Dicts of numbers, each of which is converted to text only once."""
+
+    def __init__(self, entries: Iterable[dict[str, float]] = ()) -> None:
+        super().__init__(entries)
+        self._done: tuple[list[dict[str, float]], str] = ([], "")  # copies, and their JSON
+
+    def as_json(self, count: int | None = None) -> str:
+        """Returns the first entries as JSON objects, separated by commas.
+
+        Args:
+            count: The number of entries; all by default.
+
+        Raises:
+            OrtopsError: If an entry has something other than numbers, or numbers that JSON cannot
+                hold.
+        """
+        copies, text = self._done
+        entries = self[:count]
+        if entries[: len(copies)] != copies:  # a callback has changed one, or removed it
+            copies, text = [], ""
+        rest = enumerate(entries[len(copies) :], len(copies) + 1)
+        added = [plain_entry(entry, epoch) for epoch, entry in rest]
+        if added:
+            new = json.dumps(added)[1:-1]
+            copies, text = [*copies, *added], f"{text}, {new}" if text else new
+            self._done = copies, text
+        return text
+
+
+def plain_entry(entry: Mapping[str, Any], epoch: int) -> dict[str, float]:
+    """Returns an entry of the history with Python numbers."""
+    found: dict[str, float] = {}
+    for name, value in entry.items():
+        number = plain(value)
+        if number is None or not isinstance(name, str):
+            raise OrtopsError(
+                f"save: the history must have numbers by name, got {name!r}: {value!r:.80} in "
+                f"epoch {epoch}"
+            )
+        found[name] = number
+    return found
+
+
+class History(Entries):
     """A dict of numbers for each epoch.
 
     ``loss`` (and ``loss_<name>`` of each summand of a sum of losses) is the mean over the rows of
@@ -40,7 +89,7 @@ class History(list[dict[str, float]]):
         validations: Iterable[dict[str, float]] = (),
     ) -> None:
         super().__init__(entries)
-        self.validations = list(validations)
+        self.validations = Entries(validations)
 
     def is_validated(self, epoch: int, steps: int) -> bool:
         """Whether there was a validation within an epoch after a number of steps."""
@@ -92,7 +141,7 @@ class History(list[dict[str, float]]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # as that of a list
 
 
 def _without_times(entries: Iterable[object]) -> list[object]:

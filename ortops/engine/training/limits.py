@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from ortops._common.arguments import number, whole_number
-from ortops.errors import ArgumentError
-
 DEV_STEPS = 3
 """The number of steps, and of batches of validation, with ``fast_dev_run=True``."""
 
@@ -38,12 +35,6 @@ class Limits:
         """
         return self.validate_every is not None and steps % self.validate_every == 0
 
-    @property
-    def arguments(self) -> dict[str, float | None]:
-        """The limits by the names of the arguments of `fit`."""
-        names = ("validate_every", "max_steps", "max_minutes")
-        return {name: getattr(self, name) for name in names}
-
     def reaches_steps(self, steps: int) -> bool:
         """Whether a training ends after a number of its steps."""
         return self.max_steps is not None and steps >= self.max_steps
@@ -61,35 +52,3 @@ class Limits:
         if self.max_minutes is not None and minutes >= self.max_minutes:
             return f"max_minutes={self.max_minutes:g} is reached"
         return ""
-
-
-def checked_limits(
-    validate_every: int | None,
-    max_steps: int | None,
-    max_minutes: float | None,
-    *,
-    validated: bool,
-) -> Limits:
-    """Returns the limits of a call of `fit` that begins now.
-
-    Args:
-        validate_every: See `Limits`.
-        max_steps: See `Limits`.
-        max_minutes: See `Limits`.
-        validated: Whether there are validation data.
-
-    Raises:
-        ArgumentError: If an argument is wrong, or there are no validation data.
-    """
-    if validate_every is not None:
-        validate_every = whole_number("validate_every", validate_every, 1)
-        if not validated:
-            raise ArgumentError(
-                f"validate_every: there are no data to validate every {validate_every} steps; give "
-                "validation= or validation_split="
-            )
-    if max_steps is not None:
-        max_steps = whole_number("max_steps", max_steps, 1)
-    if max_minutes is not None:
-        max_minutes = number("max_minutes", max_minutes, above=0)
-    return Limits(validate_every, max_steps, max_minutes)

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +25,7 @@ from ortops.engine.trainable.write_back import (
     write_values,
 )
 from ortops.engine.training.loaded_model import LoadedModel, reads
-from ortops.engine.training.position import POSITION_KEY, FitArguments
+from ortops.engine.training.position import POSITION_KEY
 from ortops.errors import OrtopsError
 from ortops.graph import convert
 from ortops.graph.files import saving
@@ -53,7 +54,7 @@ class ModelFile:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self.writes = True
-        self._saved: tuple[str, tuple[int, int], FitArguments | None] = ("", (0, 0), None)
+        self._saved: tuple[str, tuple[int, int], Mapping[str, Any] | None] = ("", (0, 0), None)
         self._warned = False
 
     def model(self) -> onnx.ModelProto:
@@ -175,7 +176,7 @@ class ModelFile:
         """Returns how often variables were set, and the number of steps."""
         return self._loaded.usage.assigned, self._loaded.execution.steps_made
 
-    def _fit_arguments(self) -> FitArguments | None:
+    def _fit_arguments(self) -> Mapping[str, Any] | None:
         """Returns the arguments of the last `fit`, if there was one."""
         position = self._loaded.resume_state.position
         return None if position is None else position.epoch_state.call

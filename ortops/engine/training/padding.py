@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops._common.arguments import choice, number, whole_number
-from ortops.engine.training.feeds import Inputs, listed
+from ortops.engine.training.feeds import Inputs
 from ortops.errors import ArgumentError, FeedError, did_you_mean
 from ortops.graph.row_axes import rows_to
 
@@ -99,17 +99,7 @@ class Pad:
             FeedError: If samples differ in more than their lengths, or it is not known what to pad
                 with.
         """
-        columns: dict[str, list[Any]] = {}  # arrays, or None for inputs that no step reads
-        for place, sample in enumerate(samples):
-            named = inputs.sample(sample)
-            columns = columns or {name: [] for name in named}
-            if named.keys() != columns.keys():
-                raise FeedError(
-                    "data: all samples must have the same names, but sample "
-                    f"{place} of a batch has {listed(named)} and the first {listed(columns)}"
-                )
-            for name, value in named.items():
-                columns[name].append(value)
+        columns = inputs.in_columns(samples, range(len(samples)), "of a batch ")
         columns = {name: values for name, values in columns.items() if name in inputs}
         lengths = self._named(self.lengths, columns, inputs, "lengths")
         masks = self._named(self.masks, columns, inputs, "mask")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 
 from ortops._common.numbers import plain
-from ortops.engine.training.history import History
+from ortops.engine.training.fit_options import SAVED, FitOptions
+from ortops.engine.training.history import History, plain_entry
 from ortops.engine.training.training_metrics import read_states, states_as_json
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph.files.json_fields import (
@@ -34,61 +34,43 @@ _WHERE = where(POSITION_KEY)
 _REMEDY = "TrainingSession.save writes it; remove it if it is damaged"
 
 
-@dataclass(frozen=True)
-class FitArguments:
-    """The arguments of `fit` that determine the rows of each step.
+class EpochState(NamedTuple):
+    """What changes with every epoch.
 
     Attributes:
-        epochs: The number of epochs.
-        batch_size: The number of rows per batch.
-        shuffle: Whether rows are shuffled.
-        seed: Determines their order.
-        accumulate: The number of batches per update.
-        rows: The number of rows of the training data, if known.
-        batches: The number of batches in an epoch, if known.
-        validation_split: The fraction of the data that is set aside; 0 for none.
-        entries: The training_info entries that make the steps; "" for all of them in each step.
-        group_by_length: Whether batches have samples of similar length.
+        call: The arguments of `fit` that determine the rows of each step, with the number of rows
+            of the training data and that of batches in an epoch, if known; see `call_of`.
+        epoch: The epoch, from 1; the number of epochs + 1 at the end.
+        first_step: The number of steps before the epoch, which determines its order together with
+            the seed.
+        entries: The entries of all epochs so far, shared with later positions.
+        finished: The number of entries of earlier epochs.
+        states: Returns the classes and states of the callbacks.
+        begun: The number of steps before the training.
+        cut: The entry of the present epoch if a limit ended training within it; None otherwise.
     """
 
-    epochs: int
-    batch_size: int
-    shuffle: bool
-    seed: int
-    accumulate: int
-    rows: int | None
-    batches: int | None
-    validation_split: float = 0.0
-    entries: str = ""
-    group_by_length: bool = False
+    call: Mapping[str, Any]
+    epoch: int
+    first_step: int
+    entries: History
+    finished: int
+    states: Callable[[], Sequence[Mapping[str, Any]]]
+    begun: int = 0
+    cut: dict[str, float] | None = None
 
-    def resumed(self, given: FitArguments) -> FitArguments:
-        """Returns these arguments with the number of epochs of the resuming call.
-
-        Raises:
-            OrtopsError: If another argument differs. Properties of the data are compared only if
-                they are known.
-        """
-        names = ("validation_split", *asdict(self))  # first: the numbers of rows depend on it
-        for name in names:
-            begun, now = getattr(self, name), getattr(given, name)
-            data = name in ("rows", "batches")
-            if name == "epochs" or begun == now or (data and None in (begun, now)):
-                continue
-            what = f"the data must have {begun} {name}" if data else f"{name} must be {begun}"
-            if name == "entries":
-                what, now = f"entry or entries must be {begun or 'left out'}", now or "neither"
-            raise OrtopsError(
-                f"fit: {what}, as in the training to resume, got {now}; leave out resume=True to "
-                "start a new training"
-            )
-        return self if given.epochs == self.epochs else replace(self, epochs=given.epochs)
+    @property
+    def history(self) -> History:
+        """A new list of the entries of earlier epochs, and of one that a limit cut short."""
+        cut = [self.cut] if self.cut is not None else []
+        return History([*self.entries[: self.finished], *cut], self.entries.validations)
 
 
-class Progress(NamedTuple):
-    """What changes with every update.
+class Position(NamedTuple):
+    """The position in a training, always after a whole update.
 
     Attributes:
+        epoch_state: What changes with every epoch; all others change with every update.
         batch: The number of finished batches of the epoch.
         samples: The number of their rows.
         totals: For the loss and each of its parts, the sum over these rows; empty before the first.
@@ -102,6 +84,7 @@ class Progress(NamedTuple):
         rates: The learning rates of the last steps of entries in turn.
     """
 
+    epoch_state: EpochState
     batch: int = 0
     samples: int = 0
     totals: tuple[float, ...] = ()
@@ -129,73 +112,102 @@ class Progress(NamedTuple):
                     f"{found}"
                 )
 
-
-class EpochState(NamedTuple):
-    """What changes with every epoch.
-
-    Attributes:
-        call: The arguments of `fit`.
-        epoch: The epoch, from 1; the number of epochs + 1 at the end.
-        first_step: The number of steps before the epoch, which determines its order together with
-            the seed.
-        entries: The entries of all epochs so far, shared with later positions.
-        finished: The number of entries of earlier epochs.
-        states: Returns the classes and states of the callbacks.
-        validations: The results of validations within epochs, shared with later positions.
-        begun: The number of steps before the training.
-        cut: The entry of the present epoch if a limit ended training within it; None otherwise.
-    """
-
-    call: FitArguments
-    epoch: int
-    first_step: int
-    entries: Entries
-    finished: int
-    states: Callable[[], Sequence[Mapping[str, Any]]]
-    validations: Entries
-    begun: int = 0
-    cut: dict[str, float] | None = None
-
-    @property
-    def history(self) -> History:
-        """A new list of the entries of earlier epochs, and of one that a limit cut short."""
-        cut = [self.cut] if self.cut is not None else []
-        finished = self.entries.history[: self.finished]
-        return History([*finished, *cut], self.validations.history)
-
-
-class Position(NamedTuple):
-    """The position in a training, always after a whole update.
-
-    Attributes:
-        epoch_state: What changes with every epoch.
-        progress: What changes with every update.
-    """
-
-    epoch_state: EpochState
-    progress: Progress
-
-    def resumed(self, given: FitArguments) -> Position:
+    def resumed(self, given: Mapping[str, Any]) -> Position:
         """Returns the position with the number of epochs of the resuming call.
 
         An epoch that a limit cut short goes on.
 
         Raises:
-            OrtopsError: If other arguments differ (see `FitArguments.resumed`), or there are fewer
-                epochs than were begun.
+            OrtopsError: If other arguments differ, or there are fewer epochs than were begun.
+                Properties of the data are compared only if they are known.
         """
         epoch_state, epoch = self.epoch_state, self.epoch_state.epoch
-        call = epoch_state.call.resumed(given)
-        under_way = self.progress.batch > 0
+        call = epoch_state.call
+        for name in ("validation_split", *call):  # first: the numbers of rows depend on it
+            begun, now, data = call[name], given[name], name in _OF_DATA
+            if name == "epochs" or begun == now or (data and None in (begun, now)):
+                continue
+            what = f"the data must have {begun} {name}" if data else f"{name} must be {begun}"
+            if name == "entries":
+                what, now = f"entry or entries must be {begun or 'left out'}", now or "neither"
+            raise OrtopsError(
+                f"fit: {what}, as in the training to resume, got {now}; leave out resume=True to "
+                "start a new training"
+            )
+        under_way = self.batch > 0
         least = max(1, epoch - 1 + under_way)
-        if call.epochs < least:
+        if given["epochs"] < least:
             where = f" and is in epoch {epoch}" if under_way else ""
             raise OrtopsError(
-                f"fit: epochs must be an integer >= {least}, got {call.epochs}: the training to "
-                f"resume has finished {epoch - 1} of {epoch_state.call.epochs} epochs{where}; "
+                f"fit: epochs must be an integer >= {least}, got {given['epochs']}: the training "
+                f"to resume has finished {epoch - 1} of {call['epochs']} epochs{where}; "
                 "leave out resume=True to start a new training"
             )
+        if given["epochs"] != call["epochs"]:  # otherwise, it stays the same object
+            call = {**call, "epochs": given["epochs"]}
         return self._replace(epoch_state=epoch_state._replace(call=call, cut=None))
+
+    def after(
+        self,
+        batches: int,
+        rows: int,
+        losses: Sequence[float],
+        counts: Sequence[float | None],
+        **others: Any,
+    ) -> Position:
+        """Returns the position after further batches.
+
+        The weight of a loss in the averages of the epoch is its divisor, such as the number of
+        labels that are not ignored, in units that make it the number of rows if all labels count.
+
+        Args:
+            batches: The number of batches.
+            rows: The number of their rows.
+            losses: The loss and its parts.
+            counts: The divisor of each, None if all rows count; nothing if this holds for all.
+            **others: The values of attributes that do not follow from these.
+        """
+        zeros = (0.0,) * len(losses)
+        added: Sequence[float] = [rows] * len(losses)
+        weights: tuple[float, ...] = ()
+        units: tuple[float, ...] = ()
+        if counts:
+            pairs = [*zip(self.units or zeros, counts, strict=True)]
+            units = tuple([u if n is None else u or n / rows for u, n in pairs])
+            added = [
+                float(rows) if count is None else count / unit if count else 0.0
+                for count, unit in zip(counts, units, strict=True)
+            ]
+            if any(weight != rows for weight in added[1:]):
+                added[0] = 0.0  # the average of the sum is the sum of the averages of its summands
+            sums = zip(self.weights or (self.samples,) * len(added), added, strict=True)
+            weights = tuple([float(weight + more) for weight, more in sums])
+        summands = zip(self.totals or zeros, losses, added, strict=True)
+        totals = tuple([total + loss * weight for total, loss, weight in summands])
+        return Position(
+            self.epoch_state,
+            *(self.batch + batches, self.samples + rows, totals),
+            weights=weights,
+            units=units,
+            **others,
+        )
+
+    def averages(self, shares: Mapping[str, float]) -> dict[str, float]:
+        """Returns the mean losses of the epoch so far; NaN if no label counts.
+
+        Args:
+            shares: The weights in the loss of its parts, by their names; nothing for one part.
+        """
+        if not self.samples:
+            return {}
+        weights: Sequence[float] = self.weights or [self.samples] * len(self.totals)
+        pairs = zip(self.totals, weights, strict=True)
+        values = [total / weight if weight else math.nan for total, weight in pairs]
+        if len(values) > 1 and weights[0] != self.samples:
+            parts = zip(shares.values(), values[1:], weights[1:], strict=True)
+            summands = [share * value for share, value, weight in parts if weight]
+            values[0] = sum(summands) if summands else math.nan
+        return dict(zip(["loss", *shares], values, strict=True))
 
     def text(self, steps: int) -> str:
         """Returns the position as JSON, with NaN and infinity as Python writes them.
@@ -209,14 +221,14 @@ class Position(NamedTuple):
         """
         epoch_state, states = self.epoch_state, []
         found = {
-            **asdict(epoch_state.call),
+            **epoch_state.call,
             "epoch": epoch_state.epoch,
             "first_step": epoch_state.first_step,
             "begun": epoch_state.begun,
-            "cut": epoch_state.cut and _plain_entry(epoch_state.cut, epoch_state.epoch),
-            **self.progress._asdict(),
-            **{name: list(getattr(self.progress, name)) for name in _TUPLES},
-            "metrics": states_as_json(self.progress.metrics),
+            "cut": epoch_state.cut and plain_entry(epoch_state.cut, epoch_state.epoch),
+            **{name: getattr(self, name) for name in _OF_UPDATES},
+            **{name: list(getattr(self, name)) for name in _TUPLES},
+            "metrics": states_as_json(self.metrics),
             "steps": steps,
         }
         for saved in epoch_state.states():
@@ -230,61 +242,34 @@ class Position(NamedTuple):
             expected, fits = _FIELDS[name]
             if not fits(value):
                 raise OrtopsError(f"save: '{name}' of fit must be {expected}, got {value!r:.200}")
-        entries = epoch_state.entries.text(epoch_state.finished)
+        entries = epoch_state.entries.as_json(epoch_state.finished)
         # The history is text already, so the time of a save does not grow with the epochs.
         written = {name: value for name, value in found.items() if value or name not in _OPTIONAL}
         head = json.dumps(written).removesuffix("}")
-        if validations := epoch_state.validations.text(len(epoch_state.validations.history)):
+        if validations := epoch_state.entries.validations.as_json():
             head += f', "validations": [{validations}]'
         return f'{head}, "history": [{entries}], "callbacks": [{", ".join(states)}]}}'
 
 
-class Entries:
-    """The entries of epochs, each of which is converted to text only once.
+_OF_DATA = ("rows", "batches")
+_OF_UPDATES = Position._fields[1:]
+
+
+def call_of(
+    options: FitOptions, rows: int | None, batches: int | None, entries: str
+) -> dict[str, Any]:
+    """Returns the arguments of `fit` that determine the rows of each step, in the file's order.
 
     Args:
-        history: The entries; more are appended as epochs end.
+        options: The arguments.
+        rows: The number of rows of the training data, if known.
+        batches: The number of batches in an epoch, if known.
+        entries: The training_info entries that make the steps; "" for all of them in each step.
     """
-
-    def __init__(self, history: History) -> None:
-        self.history = history
-        self._done: tuple[list[dict[str, float]], str] = ([], "")  # copies, and their JSON
-
-    def text(self, count: int) -> str:
-        """Returns the first entries as JSON objects, separated by commas.
-
-        Args:
-            count: The number of entries.
-
-        Raises:
-            OrtopsError: If an entry has something other than numbers, or numbers that JSON cannot
-                hold.
-        """
-        copies, text = self._done
-        entries = self.history[:count]
-        if entries[: len(copies)] != copies:  # a callback has changed one, or removed it
-            copies, text = [], ""
-        rest = enumerate(entries[len(copies) :], len(copies) + 1)
-        added = [_plain_entry(entry, epoch) for epoch, entry in rest]
-        if added:
-            new = json.dumps(added)[1:-1]
-            copies, text = [*copies, *added], f"{text}, {new}" if text else new
-            self._done = copies, text
-        return text
-
-
-def _plain_entry(entry: Mapping[str, Any], epoch: int) -> dict[str, float]:
-    """Returns an entry of the history with Python numbers."""
-    found: dict[str, float] = {}
-    for name, value in entry.items():
-        number = plain(value)
-        if number is None or not isinstance(name, str):
-            raise OrtopsError(
-                f"save: the history must have numbers by name, got {name!r}: {value!r:.80} in "
-                f"epoch {epoch}"
-            )
-        found[name] = number
-    return found
+    groups = options["group_by_length"] is not False
+    saved = {**options, "entries": entries, "group_by_length": groups}
+    needed = {name: saved[name] for name in SAVED if name not in _OPTIONAL}
+    return {**needed, "rows": rows, "batches": batches, **{name: saved[name] for name in SAVED}}
 
 
 def _state_text(saved: Mapping[str, Any]) -> str:
@@ -349,26 +334,18 @@ def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:
         return None
     found = {**_OPTIONAL, **found}
     check_fields(_WHERE, found, _FIELDS)
-    call = FitArguments(**{field.name: found[field.name] for field in fields(FitArguments)})
-    states = found["callbacks"]
-    entries = Entries(History(found["history"]))
+    names = (*(name for name in SAVED if name not in _OPTIONAL), *_OF_DATA, *SAVED)
     epoch_state = EpochState(
-        call,
-        found["epoch"],
-        found["first_step"],
-        entries,
-        finished=len(entries.history),
-        states=lambda: states,
-        validations=Entries(History(found["validations"])),
+        {name: found[name] for name in names},
+        *(found["epoch"], found["first_step"], History(found["history"], found["validations"])),
+        finished=len(found["history"]),
+        states=lambda: found["callbacks"],
         begun=found["begun"],
         cut=found["cut"],
     )
-    progress = Progress(**{name: found[name] for name in Progress._fields})
-    totals, weights, units = (tuple(found[name]) for name in _TUPLES)
-    progress = progress._replace(
-        totals=totals, weights=weights, units=units, metrics=read_states(found["metrics"]) or {}
-    )
-    return Position(epoch_state, progress), found["steps"]
+    found |= {name: tuple(found[name]) for name in _TUPLES}
+    found["metrics"] = read_states(found["metrics"]) or {}
+    return Position(epoch_state, *(found[name] for name in _OF_UPDATES)), found["steps"]
 
 
 _TUPLES = ("totals", "weights", "units")
@@ -406,19 +383,22 @@ _COUNT = Expected("an integer >= 0", _is_count)
 _NUMBER = Expected("a number", _is_number)
 _NUMBERS = object_of("numbers", _is_number)
 
-_FIELDS: Mapping[str, Expected] = {
-    **dict.fromkeys(
-        ("epochs", "epoch", "batch_size", "accumulate"),
+_SAVED = {
+    each.text: each
+    for each in (
+        *(BOOLEAN, TEXT),
         Expected("an integer >= 1", lambda value: _is_count(value, 1)),
-    ),
+        Expected("an integer >= 0", lambda value: type(value) is int and value >= 0),
+        Expected("a number >= 0 and < 1", lambda value: _is_number(value) and 0 <= value < 1),
+    )
+}
+"""What the arguments of `fit` are in files; see `Option`."""
+
+_FIELDS: Mapping[str, Expected] = {
+    **{name: _SAVED[option.saved] for name, option in SAVED.items()},
+    "epoch": _SAVED["an integer >= 1"],
     **dict.fromkeys(("first_step", "begun", "batch", "samples", "steps"), _COUNT),
-    "seed": Expected("an integer >= 0", lambda value: type(value) is int and value >= 0),
-    **dict.fromkeys(("rows", "batches"), or_null(_COUNT)),
-    **dict.fromkeys(("shuffle", "group_by_length"), BOOLEAN),
-    "entries": TEXT,
-    "validation_split": Expected(
-        "a number >= 0 and < 1", lambda value: _is_number(value) and 0 <= value < 1
-    ),
+    **dict.fromkeys(_OF_DATA, or_null(_COUNT)),
     **dict.fromkeys(_TUPLES, array_of("numbers", _is_number)),
     "rate": or_null(_NUMBER),
     "rates": _NUMBERS,

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, Protocol
 
 import numpy as np
 
-from ortops._common.numbers import Array
-from ortops.engine.trainable.metadata import TrainingMetadata
+from ortops.engine.training.trainer import Batch, Trainer
 from ortops.errors import OrtopsError
 
 logger = logging.getLogger("ortops")
 
 
-class _Predicts(Protocol):
-    @property
-    def metadata(self) -> TrainingMetadata: ...
-
-    def predict(self, data: Any, *, outputs: str) -> Array: ...
-
-
-def warn_of_probabilities(session: _Predicts, batch: Mapping[str, Array]) -> None:
+def warn_of_probabilities(session: Trainer, batch: Batch) -> None:
     """Logs a warning if a loss reads logits that all lie between 0 and 1.
 
     Only losses whose logits may come from a function with bounded values are looked at, because

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ortops.engine.training.feeds import Feeds, Inputs
+
+Rows: TypeAlias = npt.NDArray[np.int64]
+_Sequence = TypeVar("_Sequence", bound=Sequence[Any] | Rows)
+
+_MEGABATCH = 50  # batches
 
 
 class RowData(ABC):
@@ -15,16 +22,18 @@ class RowData(ABC):
 
     Attributes:
         keeps: Whether a batch stays valid while later ones are read.
+        lengths: The length of each row, if shuffled batches have rows of similar length.
     """
 
     keeps = True
+    lengths: npt.NDArray[Any] | None = None
 
     @abstractmethod
     def __len__(self) -> int:
         """Returns the number of rows."""
 
     @abstractmethod
-    def read(self, rows: npt.NDArray[np.int64], inputs: Inputs, epoch: int) -> Feeds:
+    def read(self, rows: Rows, inputs: Inputs, epoch: int) -> Feeds:
         """Returns a batch.
 
         Args:
@@ -45,9 +54,11 @@ class RowData(ABC):
             inputs: The inputs.
         """
 
-    def arrange(
-        self, order: np.random.Generator | None, batch_size: int
-    ) -> list[npt.NDArray[np.int64]]:
+    def filled(self, inputs: Inputs) -> Iterable[str]:
+        """Returns the inputs of which a batch has rows."""
+        return inputs.sampled
+
+    def arrange(self, order: np.random.Generator | None, batch_size: int) -> list[Rows]:
         """Returns the numbers of the rows of each batch of an epoch.
 
         The number of batches is always the same, and equal states of ``order`` give equal batches.
@@ -57,9 +68,12 @@ class RowData(ABC):
             order: Shuffles the rows; None to keep their order.
             batch_size: The number of rows per batch; the last batch has the rest.
         """
-        return in_batches(self.permutation(order), batch_size)
+        rows = self.permutation(order)
+        if self.lengths is not None and order is not None:
+            rows = grouped(rows, self.lengths, batch_size)
+        return in_batches(rows, batch_size)
 
-    def permutation(self, order: np.random.Generator | None) -> npt.NDArray[np.int64]:
+    def permutation(self, order: np.random.Generator | None) -> Rows:
         """Returns the numbers of the rows in the order of an epoch.
 
         Args:
@@ -69,11 +83,39 @@ class RowData(ABC):
         return np.arange(size) if order is None else order.permutation(size)
 
 
-def in_batches(rows: npt.NDArray[np.int64], batch_size: int) -> list[npt.NDArray[np.int64]]:
-    """Divides the numbers of rows; the last part has the rest.
+def in_batches(rows: _Sequence, batch_size: int) -> list[_Sequence]:
+    """Divides rows, or their numbers, into batches; the last one has the rest.
 
     Example:
         >>> in_batches(np.arange(5), 2)
         [array([0, 1]), array([2, 3]), array([4])]
     """
-    return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    found: Any = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    return found  # type: ignore[no-any-return]
+
+
+def count_batches(rows: int, batch_size: int) -> int:
+    """Returns the number of batches that `in_batches` makes.
+
+    Example:
+        >>> count_batches(5, 2)
+        3
+    """
+    return len(range(0, rows, batch_size))
+
+
+def grouped(order: Rows, lengths: Sequence[int] | npt.NDArray[Any], batch_size: int) -> Rows:
+    """Sorts rows by length within megabatches, and keeps the order of the batches random.
+
+    Args:
+        order: A permutation of the rows.
+        lengths: The length of each row.
+        batch_size: The number of rows per batch. Only the last batch may have fewer.
+    """
+    size, known = _MEGABATCH * batch_size, np.array(lengths)
+    parts = [order[first : first + size] for first in range(0, len(order), size)]
+    rows = np.concatenate([part[np.argsort(-known[part], kind="stable")] for part in parts])
+    whole = len(rows) // batch_size * batch_size
+    batches = rows[:whole].reshape(-1, batch_size)
+    ranks = np.argsort(order[: len(batches)], kind="stable")  # as random as the order
+    return np.concatenate([batches[ranks].ravel(), rows[whole:]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,8 +13,10 @@ from ortops._common.numbers import Array
 from ortops.engine.trainable.metadata import TrainingMetadata
 from ortops.engine.training import foreign_arrays
 from ortops.engine.training.arrow import ArrowRows, is_arrow, open_arrow
+from ortops.engine.training.batch_labels import ClassWeights
 from ortops.engine.training.data import Source, open_data, weights_twice
-from ortops.engine.training.feeds import ClassWeights, Inputs
+from ortops.engine.training.feeds import Inputs
+from ortops.engine.training.validation_split import hold_out
 from ortops.errors import ArgumentError, FeedError, did_you_mean
 
 SampleWeight: TypeAlias = Any
@@ -271,7 +272,8 @@ def _balanced(inputs: Inputs, labels: str, data: Any, split: float) -> dict[int,
         )
     array, axis = inputs[labels].array(column), inputs.axis_of(labels)
     if array.ndim > axis:
-        trained = math.floor(array.shape[axis] * (1.0 - split))  # as `split_source` divides
+        size = array.shape[axis]
+        trained = len(hold_out(size, split, name="validation_split")[0]) if split else size
         array = foreign_arrays.take(array, slice(0, trained), axis)
     classes, counts = np.unique(array, return_counts=True)
     kept = ~np.isin(classes, inputs.ignored_of(labels))

@@ -12,36 +12,13 @@ from ortops.engine.training import foreign_arrays
 from ortops.engine.training.arrow import ArrowRows
 from ortops.engine.training.feeds import Feeds, Inputs
 from ortops.engine.training.padding import Pad, ragged_axes
-from ortops.engine.training.row_data import RowData, in_batches
+from ortops.engine.training.row_data import RowData, Rows, in_batches
 from ortops.errors import ArgumentError, FeedError
 
 Collate: TypeAlias = Callable[[list[Any]], Feeds] | Pad | str
 """What makes a batch of samples: a function, a `Pad`, or ``"pad"``."""
 
-Rows: TypeAlias = npt.NDArray[np.int64]
-
-_MEGABATCH = 50  # batches
-
 _AT_ONCE = 256  # samples that are read to measure them
-
-
-def grouped(
-    order: npt.NDArray[np.int64], lengths: Sequence[int] | npt.NDArray[Any], batch_size: int
-) -> npt.NDArray[np.int64]:
-    """Sorts rows by length within megabatches, and keeps the order of the batches random.
-
-    Args:
-        order: A permutation of the rows.
-        lengths: The length of each row.
-        batch_size: The number of rows per batch. Only the last batch may have fewer.
-    """
-    size, known = _MEGABATCH * batch_size, np.array(lengths)
-    parts = [order[first : first + size] for first in range(0, len(order), size)]
-    rows = np.concatenate([part[np.argsort(-known[part], kind="stable")] for part in parts])
-    whole = len(rows) // batch_size * batch_size
-    batches = rows[:whole].reshape(-1, batch_size)
-    ranks = np.argsort(order[: len(batches)], kind="stable")  # as random as the order
-    return np.concatenate([batches[ranks].ravel(), rows[whole:]])
 
 
 class Samples(Protocol):
@@ -78,7 +55,7 @@ class SampleRows(RowData):
         lengths: npt.NDArray[Any] | None = None,
     ) -> None:
         self._samples, self._collate, self._constants = samples, collate, constants
-        self._lengths = lengths
+        self.lengths = lengths
         self.keeps = isinstance(collate, Pad)
 
     def __len__(self) -> int:
@@ -86,7 +63,7 @@ class SampleRows(RowData):
 
     def part(self, begin: int, end: int) -> SampleRows:
         """Returns the rows from a first one up to another."""
-        lengths = None if self._lengths is None else self._lengths[begin:end]
+        lengths = None if self.lengths is None else self.lengths[begin:end]
         part = self._samples.part(begin, end)
         return SampleRows(part, self._collate, self._constants, lengths)
 
@@ -98,13 +75,6 @@ class SampleRows(RowData):
     def permutation(self, order: np.random.Generator | None) -> Rows:
         """Returns the numbers of the rows in the order of an epoch."""
         return self._samples.permutation(order)
-
-    def arrange(self, order: np.random.Generator | None, batch_size: int) -> list[Rows]:
-        """Returns the numbers of the rows of each batch of an epoch."""
-        rows = self.permutation(order)
-        if self._lengths is not None and order is not None:
-            rows = grouped(rows, self._lengths, batch_size)
-        return in_batches(rows, batch_size)
 
     def read(self, rows: Rows, inputs: Inputs, epoch: int) -> Feeds:
         """Returns a batch.

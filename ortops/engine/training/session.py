@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
 import numpy.typing as npt
 import onnx
@@ -18,12 +18,12 @@ from ortops._common.uninterrupted import finished_at_exit
 from ortops.engine.execution.execution import Execution
 from ortops.engine.execution.onnxruntime_sessions import UpdateKernels
 from ortops.engine.execution.settings import SessionReport, Settings
-from ortops.engine.training.callback import Callback
 from ortops.engine.training.constants import Constants
 from ortops.engine.training.data import Data
 from ortops.engine.training.evaluation import Evaluator
 from ortops.engine.training.feeds import Feeds, Inputs
-from ortops.engine.training.fitting import StepStrategy, Trainer, fit
+from ortops.engine.training.fit_options import FitOptions, has_fit_options, with_defaults
+from ortops.engine.training.fitting import Fitting
 from ortops.engine.training.gradients import Gradients
 from ortops.engine.training.history import History
 from ortops.engine.training.loaded_model import LoadedModel
@@ -33,6 +33,7 @@ from ortops.engine.training.sample_weights import ClassWeight, SampleWeight
 from ortops.engine.training.samples import Collate
 from ortops.engine.training.state import State
 from ortops.engine.training.steps import Steps
+from ortops.engine.training.trainer import StepStrategy
 from ortops.engine.training.training_metrics import TrainingMetrics
 from ortops.engine.training.turns import LearningRates, Turns, check_lengths
 from ortops.errors import ArgumentError, OrtopsError
@@ -318,203 +319,27 @@ class TrainingSession:
         return self._only(entry)._steps.run_steps(batches)
 
     @explains_arguments(**ARGUMENTS_OF_FIT)
-    def fit(
-        self,
-        data: Data,
-        *,
-        epochs: int = 1,
-        batch_size: int = 32,
-        shuffle: bool = True,
-        seed: int = 0,
-        validation: Data | None = None,
-        validation_split: float = 0.0,
-        validate_every: int | None = None,
-        max_steps: int | None = None,
-        max_minutes: float | None = None,
-        sample_weight: SampleWeight = None,
-        class_weight: ClassWeight | None = None,
-        collate: Collate | None = None,
-        group_by_length: bool | Sequence[int] = False,
-        metrics: Sequence[str | Metric] = (),
-        train_metrics: bool = False,
-        schedule: Callable[[float], float] | None = None,
-        callbacks: Sequence[Callback] = (),
-        accumulate: int = 1,
-        prefetch: int = 0,
-        resume: bool = False,
-        progress: bool = True,
-        stop_on_nan: bool = True,
-        detect_anomaly: bool = False,
-        fast_dev_run: bool = False,
-        entry: int | str | None = None,
-        entries: Mapping[str, int] | None = None,
-    ) -> History:
-        """Trains on a data set.
-
-        The seed and the number of finished steps determine the order of the rows. If a signal, an
-        error or a callback ends training early, or the process is killed after the session was
-        saved, ``resume=True`` continues, even in the middle of an epoch, as if training had never
-        stopped: `save` stores the position together with the weights. `reset` discards it. The page
-        on training (``ortops/docs/training.md``, "Callbacks and resuming") describes signals.
-
-        Args:
-            data: The data set, in any form that `ortops.open_data` accepts: arrays by
-                name or in a tuple, a table, a Parquet or Arrow file, samples, an iterable of
-                batches, or a function that returns one of these.
-            epochs: The number of passes over the data. With ``resume=True``, finished epochs count,
-                and a larger number than before extends the training.
-            batch_size: The number of rows per batch, if rows are given.
-            shuffle: Whether to shuffle the rows before each epoch, if rows are given.
-            seed: Determines the order of the rows.
-            validation: A data set to evaluate after each epoch.
-            validation_split: The fraction of ``data`` to set aside as ``validation``: of n rows,
-                the first ``floor(n · (1 - validation_split))`` are for training and the last ones
-                for validation, in the order in which they are given, before any shuffling. Of given
-                batches, it is the last of these. Data that are only read from the beginning to the
-                end, such as iterators and loaders, are refused.
-            validate_every: The number of steps between validations within epochs, in addition to
-                the one after each epoch: a validation follows each step whose number (`steps_done`)
-                is a multiple. The results are in ``validations`` of the returned
-                `ortops.History`; callbacks get them in ``on_validation``.
-            max_steps: The number of steps after which training ends, also within an epoch. The
-                epoch is then validated and recorded. With ``resume=True``, steps of earlier calls
-                count, and a larger number than before finishes the epoch, whose entry replaces the
-                recorded one.
-            max_minutes: The number of minutes after which this call ends, after the current step,
-                as with ``max_steps``. Earlier calls do not count; the validation at the end comes
-                in addition.
-            sample_weight: A weight >= 0 for each row: an array [rows], or the name of a column of
-                the data. The loss needs an input for it, as
-                ``SoftmaxCrossEntropy(sample_weight="weight")`` has, and of a batch it is
-                Σ w · loss / Σ w (0 if Σ w is 0). Data may instead contain the weights under that
-                input's name; validation data only then have any, and rows without weights have 1.
-            class_weight: A weight for each class of the labels, as a dict (other classes have 1),
-                a list, or ``"balanced"``: rows / (classes · rows of the class). It multiplies the
-                weights of the rows for training, not for validation.
-            collate: A function that makes a batch, a dict or tuple of arrays, of a list of samples;
-                or ``"pad"`` or an `ortops.data.Pad`, which pads arrays to the longest of the batch.
-                The data are then samples: a list of dicts or tuples, lists of arrays by name or in
-                a tuple, a table, or an object with ``__len__`` and ``__getitem__``.
-            group_by_length: Whether batches have samples of similar length, which saves padding;
-                or the length of each sample. With True, all samples are read once at the beginning,
-                and the length of a sample is the largest size of the dynamic axes of the model's
-                inputs. Needs ``shuffle``: the order of the batches stays random.
-            metrics: The metrics to compute on the validation data (see `ortops.metrics`).
-            train_metrics: Whether to compute the metrics on the training data as well, from the
-                outputs of each step: in training mode, with the parameters before the step. They
-                have the names of the metrics, without ``validation_``. The loss must depend on the
-                tensors that they read.
-            schedule: A function that returns the learning rate of an epoch, given the fraction of
-                ``epochs`` that are finished (0 in the first one). By default, the learning rate
-                does not change, or follows the schedule in the model's graph.
-            callbacks: Callbacks for each step, each epoch and the end (see `ortops.callbacks`).
-            accumulate: The number of batches per step. A step is that of all their rows; the last
-                one of an epoch may have fewer.
-            prefetch: The number of batches that a thread reads ahead.
-            resume: Whether to continue the training that an earlier call began, if there is one,
-                with the same ``seed``, ``shuffle``, ``batch_size``, ``accumulate`` and number of
-                rows and batches. ``epochs`` must include the epochs that were begun.
-            progress: Whether to show a line for each epoch on standard error. A terminal or
-                notebook shows it while the epoch runs, a file gets it at the end of the epoch.
-            stop_on_nan: Whether to stop at a loss that is NaN or infinite. A float16 step that is
-                skipped because its gradients overflowed does not count (see
-                `build_training_model`), unless they overflow at the smallest loss scale, too.
-            entry: The training_info entry that makes the steps, by index or name (see
-                `ortops.add_training`); by default all of them, in order, with each batch.
-            entries: The number of steps of each entry in a cycle, by name, if entries take turns:
-                with ``{"discriminator": 2, "main": 1}``, the first two batches of an epoch are for
-                steps of the discriminator, the next one for a step of ``main``, and so on. Each
-                epoch begins a new cycle. A batch has the inputs of all these entries. ``loss`` is
-                the sum of their mean losses, each of which is ``<entry>.loss``; the learning rate
-                of each one's last step is ``<entry>.learning_rate``, and ``learning_rate`` that of
-                the entry named first.
-            detect_anomaly: Whether to look for values that are not finite in the loss and the
-                variables after each step. If there are, the step is repeated, and the error names
-                the node that made the first of them, in the forward pass, the backward pass or the
-                update. Each step then takes longer and keeps a copy of the variables.
-            fast_dev_run: Whether only to try out this call: 3 steps and 3 batches of validation, as
-                with ``epochs=1, max_steps=3``. The callbacks of ortops are not called, nor others
-                that save or write; the session is afterwards as it was, and ``resume`` has no
-                effect.
-
-        Returns:
-            A dict for each epoch: ``loss`` is the mean over its rows, and so is ``loss_<name>`` of
-            each summand of a sum of losses (if labels are ignored or weighted, the mean over those
-            that count; NaN if there are none); ``validation_loss`` and ``validation_<metric>`` are
-            computed on the validation data, and with ``train_metrics`` each metric by its name on
-            the training data; ``learning_rate``, ``steps`` and ``seconds`` are explained in
-            `ortops.History`.
-
-        Raises:
-            ArgumentError: If an argument is wrong.
-            DivergedError: If the loss of a step is NaN or infinite (the step has been made), or if
-                float16 gradients overflow at the smallest loss scale.
-            FeedError: If the data do not fit the model.
-            KernelError: If a kernel failed.
-            OrtopsError: If an argument is not that of the training to resume.
-            KeyboardInterrupt: After SIGINT.
-            SystemExit: After SIGTERM or SIGHUP.
-
-        Example:
-            >>> from ortops.docs import examples
-            >>> session = examples.session()
-            >>> history = session.fit(examples.BATCH, epochs=3, progress=False)
-            >>> [round(loss, 3) for loss in history.columns["loss"]]
-            [1.0, 0.25, 0.062]
-        """
-        trainer, strategy, inputs = self._trainer(
-            entry, entries, accumulate=accumulate, train_metrics=train_metrics
-        )
-        begin = self.unchanged if fast_dev_run is True else contextlib.nullcontext
+    @has_fit_options
+    @_documented_by(Fitting.fit)
+    def fit(self, data: Data, **options: Unpack[FitOptions]) -> History:
+        """Trains on a data set."""
+        given = with_defaults(options)
+        fitting = self._fitting(given)
+        begin = self.unchanged if given["fast_dev_run"] is True else contextlib.nullcontext
         with begin():
-            return fit(
-                trainer,
-                strategy,
-                inputs,
-                data,
-                epochs=epochs,
-                batch_size=batch_size,
-                shuffle=shuffle,
-                seed=seed,
-                validation=validation,
-                validation_split=validation_split,
-                validate_every=validate_every,
-                max_steps=max_steps,
-                max_minutes=max_minutes,
-                sample_weight=sample_weight,
-                class_weight=class_weight,
-                collate=collate,
-                group_by_length=group_by_length,
-                metrics=metrics,
-                train_metrics=train_metrics,
-                schedule=schedule,
-                callbacks=callbacks,
-                accumulate=accumulate,
-                prefetch=prefetch,
-                resume=resume,
-                progress=progress,
-                stop_on_nan=stop_on_nan,
-                detect_anomaly=detect_anomaly,
-                fast_dev_run=fast_dev_run,
-            )
+            return fitting.fit(data, given)
 
-    def _trainer(
-        self,
-        entry: int | str | None,
-        entries: Mapping[str, int] | None,
-        *,
-        accumulate: int,
-        train_metrics: bool,
-    ) -> tuple[Trainer, StepStrategy, Inputs]:
-        """Returns what `fit` trains, how it makes steps, and what a batch fills."""
+    def _fitting(self, options: FitOptions) -> Fitting:
+        """Returns what makes the steps of `fit`."""
+        entry, entries = options["entry"], options["entries"]
         if entries is not None:
             if entry is not None:
                 raise ArgumentError(f"entry must be left out with entries=, got {entry!r:.80}")
             parts = self._by_entry()
             strategies = {name: part._step_strategy() for name, part in parts.items()}
             turns = Turns(self, parts, strategies, entries)
-            turns.check(accumulate=accumulate, train_metrics=train_metrics)
-            return turns, turns.strategy(), turns.inputs
+            turns.check(options)
+            return Fitting(turns, turns.strategy(), turns.inputs)
         if entry is None:
             others = list(self._by_entry().values())[1:]
             check_lengths([each.metadata for each in others], self.state)
@@ -522,7 +347,7 @@ class TrainingSession:
         if chosen is not self:
             (number,) = chosen._loaded.entries
             strategy = replace(strategy, entries=chosen._loaded.names[number])
-        return chosen, strategy, chosen.inputs
+        return Fitting(chosen, strategy, chosen.inputs)
 
     def _step_strategy(self) -> StepStrategy:
         return self._steps.strategy()

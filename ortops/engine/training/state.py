@@ -13,7 +13,7 @@ from ortops._common.numbers import cast_numbers
 from ortops._common.uninterrupted import finished_at_exit
 from ortops.engine.execution.execution import Execution
 from ortops.engine.trainable.metadata import METADATA_KEY, TrainingMetadata
-from ortops.engine.training.feeds import fitted_array
+from ortops.engine.training.input_values import fitted_array
 from ortops.errors import (
     ArgumentError,
     ModelError,

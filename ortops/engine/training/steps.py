@@ -16,9 +16,9 @@ from ortops._common.uninterrupted import finished_at_exit
 from ortops.engine.trainable.metadata import LossPart
 from ortops.engine.training.data import rows
 from ortops.engine.training.feeds import Feeds
-from ortops.engine.training.fitting import StepStrategy
 from ortops.engine.training.gradients import Gradients, Origin, check_gradients, collect, numbers_of
 from ortops.engine.training.loaded_model import LoadedModel, changes
+from ortops.engine.training.trainer import StepStrategy
 from ortops.errors import ArgumentError, FeedError, OrtopsError, did_you_mean
 
 Array: TypeAlias = npt.NDArray[Any]

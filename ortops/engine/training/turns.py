@@ -5,34 +5,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ortops._common.arguments import whole_number
 from ortops.engine.trainable.metadata import LossPart, TrainingMetadata
 from ortops.engine.training.data import Data, Source, rows
-from ortops.engine.training.feeds import Checked, Inputs
-from ortops.engine.training.fitting import Batch, Note, StepStrategy, Trainer
+from ortops.engine.training.feeds import Checked
+from ortops.engine.training.fit_options import FitOptions
 from ortops.engine.training.gradients import Gradients, number_of
 from ortops.engine.training.position import ResumeState
 from ortops.engine.training.state import State
+from ortops.engine.training.trainer import Array, Batch, Note, StepStrategy, Trainer
 from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 from ortops.metrics import Metric
 
-Array: TypeAlias = npt.NDArray[Any]
-
 _MOST = 10_000
 """The largest number of turns in a cycle."""
-
-
-class Member(Trainer, Protocol):
-    """The interface of a session that `Turns` uses."""
-
-    @property
-    def inputs(self) -> Inputs:
-        """The inputs that a batch fills."""
 
 
 class LearningRates(MutableMapping[str, float]):
@@ -42,7 +32,7 @@ class LearningRates(MutableMapping[str, float]):
         sessions: A session for each entry, by its name.
     """
 
-    def __init__(self, sessions: Mapping[str, Member]) -> None:
+    def __init__(self, sessions: Mapping[str, Trainer]) -> None:
         self._sessions = sessions
 
     def __getitem__(self, entry: str) -> float:
@@ -71,7 +61,7 @@ class LearningRates(MutableMapping[str, float]):
                 known[name] = session.learning_rate
         return f"LearningRates({known})"
 
-    def _known(self, entry: str) -> Member:
+    def _known(self, entry: str) -> Trainer:
         if entry not in self._sessions:
             raise ArgumentError(
                 f"learning_rates: there is no entry {entry!r:.80}; "
@@ -102,8 +92,8 @@ class Turns:
 
     def __init__(
         self,
-        session: Member,
-        sessions: Mapping[str, Member],
+        session: Trainer,
+        sessions: Mapping[str, Trainer],
         strategies: Mapping[str, StepStrategy],
         turns: object,
     ) -> None:
@@ -191,14 +181,14 @@ class Turns:
         next(iter(self._sessions.values())).apply(gradients)
 
     @staticmethod
-    def check(*, accumulate: int, train_metrics: bool) -> None:
+    def check(options: FitOptions) -> None:
         """Raises an ArgumentError for arguments of `fit` that need one entry."""
-        if accumulate != 1:
+        if options["accumulate"] != 1:
             raise ArgumentError(
-                f"accumulate must be 1 with entries=, got {accumulate!r:.80}; give larger batches, "
-                "or train one entry at a time with entry="
+                f"accumulate must be 1 with entries=, got {options['accumulate']!r:.80}; give "
+                "larger batches, or train one entry at a time with entry="
             )
-        if train_metrics:
+        if options["train_metrics"]:
             raise ArgumentError(
                 "train_metrics must be False with entries=, because metrics are computed from the "
                 "outputs of every step; give validation=, or train one entry at a time with entry="
@@ -223,10 +213,10 @@ class Turns:
     def _step(self, feeds: Batch, outputs: Sequence[str], note: Note) -> object:
         position = self.resume_state.position
         assert position is not None
-        turn = self._cycle[position.progress.batch % len(self._cycle)]
+        turn = self._cycle[position.batch % len(self._cycle)]
         loss, session = self._losses[turn], self._sessions[turn]
         rate = session.metadata.scheduled_learning_rate
-        rates = {n: np.asarray(value) for n, value in position.progress.rates.items()}
+        rates = {n: np.asarray(value) for n, value in position.rates.items()}
         for name, each in self._sessions.items():
             if (name == turn and not rate) or f"{name}.learning_rate" not in rates:
                 with contextlib.suppress(OrtopsError):  # the algorithm has none
