@@ -15,7 +15,7 @@ import onnx_ir as ir
 from ortops.errors import ModelError
 from ortops.graph.edit import all_nodes, inner_graphs
 from ortops.graph.files.external import move_aside
-from ortops.graph.files.messages import external_to_inputs
+from ortops.graph.files.messages import MICROSOFT, external_to_inputs
 from ortops.graph.files.serialization import is_map
 from ortops.graph.pooled_sizes import is_miscounted, without_ceil_mode
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op, shape_of
@@ -38,7 +38,7 @@ _NOT_INFERRED = {
 The values are the output type, or None for the type of the first input.
 """
 
-_TOKENIZER = ("com.microsoft", "Tokenizer")
+_TOKENIZER = (MICROSOFT, "Tokenizer")
 """An operator that adds an axis of unknown size, and that onnx does not infer."""
 
 _OF_MAPS = ("CastMap", "DictVectorizer")

@@ -23,12 +23,12 @@ from ortops.graph.edit import (
     producer_of,
     unrolled,
 )
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.tensor import constant_tensor
 
 Kind: TypeAlias = Literal["softmax", "log_softmax", "sigmoid", "complement", "probabilities"]
 
 _ML = "ai.onnx.ml"
-_MICROSOFT = "com.microsoft"
 
 _KEEPING = frozenset({"Cast", "Identity"})
 _CHOOSING = frozenset({"Gather", "Slice", "Split"})
@@ -129,7 +129,7 @@ def _search(value: ir.Value, known: _Known) -> Steps[Squashed | None]:
             value = branch
         else:
             break
-    if node is None or node.domain not in ("", _ML, _MICROSOFT):
+    if node is None or node.domain not in ("", _ML, MICROSOFT):
         return None
     for recognize in (_softmax, _log_softmax, _sigmoid, _complement):
         found = recognize(node)

@@ -21,6 +21,7 @@ from ortops.graph.autodiff.registry import Cotangents, Rules, Table
 from ortops.graph.autodiff.rules.recurrent import scan
 from ortops.graph.edit import copy_node, remove_unread, replace_value
 from ortops.graph.faults import pad_axes
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.shapes import size_of
 from ortops.graph.tensor import Tape, Tensor, op
@@ -34,7 +35,7 @@ _CHUNK = 2**23
 _NO_LABEL = np.iinfo(np.int64).min
 """The label of padding, if the loss ignores no label."""
 
-_PRODUCTS = (("", "MatMul"), ("com.microsoft", "MatMulNBits"))
+_PRODUCTS = (("", "MatMul"), (MICROSOFT, "MatMulNBits"))
 
 _BY_NUMBER = frozenset({"Add", "Cast", "CastLike", "Div", "Mul", "Sub", "Tanh"})
 """Operators that may come after the product, if their other operands are constants."""

@@ -14,13 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import MOVES, has_one_reader
+from ortops.graph.edit import MOVES, emit_one, has_one_reader
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.draft import ANYWHERE, ONNXRUNTIME
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
 from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
-
-FUSED_DOMAIN = "com.microsoft"
-
 
 # ------------------------------------------------------------------------------------- transposes
 
@@ -153,13 +151,9 @@ def fused_matmul(
         flags: Whether to transpose each of them.
         alpha: The scale of the result.
     """
-    attributes = [ir.AttrInt64("transA", flags[0]), ir.AttrInt64("transB", flags[1])]
-    attributes.append(ir.AttrFloat32("alpha", alpha))
-    node = ir.Node(FUSED_DOMAIN, "FusedMatMul", operands, attributes, num_outputs=1)
-    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    tape.append(node)
-    tape.graph.opset_imports.setdefault(FUSED_DOMAIN, 1)
-    return tape.tensor(node.outputs[0])
+    factors = [tape.tensor(each) for each in operands]
+    attributes = {"transA": flags[0], "transB": flags[1], "alpha": alpha}
+    return emit_one(MICROSOFT, "FusedMatMul", factors, None, **attributes)
 
 
 TRANSPOSES = PatternPass("transposes", _transposed_factors, _transposed_product, serves=ONNXRUNTIME)
@@ -198,7 +192,7 @@ def _wide_product(node: ir.Node, tape: Tape) -> Result:
 LEFT_FACTORS = PatternPass(
     "left_factors",
     pattern("Gemm")(_wide_product),
-    pattern("FusedMatMul", domain=FUSED_DOMAIN)(_wide_product),
+    pattern("FusedMatMul", domain=MICROSOFT)(_wide_product),
     serves=ONNXRUNTIME,
 )
 
@@ -217,9 +211,9 @@ def _scaled_product(node: ir.Node, tape: Tape) -> Result:
     for product, count in Counter(products).items():
         alpha = product.attributes.get_float("alpha", 1.0)
         assert alpha is not None
-        product.domain, product.op_type = FUSED_DOMAIN, "FusedMatMul"
+        product.domain, product.op_type = MICROSOFT, "FusedMatMul"
         product.attributes["alpha"] = ir.AttrFloat32("alpha", alpha * factor**count)
-        tape.graph.opset_imports.setdefault(FUSED_DOMAIN, 1)
+        tape.graph.opset_imports.setdefault(MICROSOFT, 1)
     return tape.tensor(x) if products else None
 
 
@@ -238,7 +232,7 @@ def _scale(node: ir.Node) -> tuple[ir.Value, float] | None:
 
 def _scales(node: ir.Node) -> bool:
     """Whether a node is a product that can scale."""
-    return _is_product(node) or (node.op_type == "FusedMatMul" and node.domain == FUSED_DOMAIN)
+    return _is_product(node) or (node.op_type == "FusedMatMul" and node.domain == MICROSOFT)
 
 
 def _products_after(value: ir.Value) -> list[ir.Node]:

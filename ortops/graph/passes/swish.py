@@ -10,11 +10,10 @@ import onnx_ir as ir
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules.elementwise import swish
 from ortops.graph.edit import has_one_reader, producer_of
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
 from ortops.graph.tensor import Tape, Tensor
-
-DOMAIN = "com.microsoft"
 
 TABLE = Table()
 """The rule of QuickGelu, x · sigmoid(alpha · x)."""
@@ -29,7 +28,7 @@ class _Swish(Pass):
         parts = [node for node in nodes if node.op_type in ("Mul", "Sigmoid")]
         if not any(node.op_type == "Sigmoid" for node in parts):
             return
-        if all(map(draft.is_free, (*parts, ir.Node(DOMAIN, "QuickGelu", [])))):
+        if all(map(draft.is_free, (*parts, ir.Node(MICROSOFT, "QuickGelu", [])))):
             rewrite(draft.graph, draft.names, _fused)
             draft.add_rules(TABLE)
 
@@ -42,15 +41,15 @@ def _fused(node: ir.Node, tape: Tape) -> Result:
             continue
         if x.dtype != ir.DataType.FLOAT or not has_one_reader(sigmoid.outputs[0]):
             continue
-        fused = ir.Node(DOMAIN, "QuickGelu", [x], [ir.AttrFloat32("alpha", 1.0)], num_outputs=1)
+        fused = ir.Node(MICROSOFT, "QuickGelu", [x], [ir.AttrFloat32("alpha", 1.0)], num_outputs=1)
         fused.outputs[0].type, fused.outputs[0].shape = x.type, x.shape
         tape.append(fused)
-        tape.graph.opset_imports.setdefault(DOMAIN, 1)
+        tape.graph.opset_imports.setdefault(MICROSOFT, 1)
         return tape.tensor(fused.outputs[0])
     return None
 
 
-@TABLE.vjp("QuickGelu", domain=DOMAIN)
+@TABLE.vjp("QuickGelu", domain=MICROSOFT)
 def _quick_gelu(g: Tensor, y: Tensor, x: Tensor, *, alpha: float = 1.702) -> Cotangents:
     return swish(g, y, x, alpha=alpha)
 

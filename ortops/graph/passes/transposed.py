@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator, Mapping
 import onnx_ir as ir
 
 from ortops.graph.edit import ELEMENTWISE, copy_node, remove_unread, replace_value
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.passes.products import fused_matmul, transpose_flags
 from ortops.graph.tensor import Tape, Tensor, op
@@ -123,7 +124,7 @@ def _is_product(node: ir.Node) -> bool:
     left, right = (_rank(value) for value in (*node.inputs, None, None)[:2])
     product = (node.domain, node.op_type)
     return (
-        product in (("", "Gemm"), ("", "MatMul"), ("com.microsoft", "FusedMatMul"))
+        product in (("", "Gemm"), ("", "MatMul"), (MICROSOFT, "FusedMatMul"))
         and node.outputs[0].dtype == ir.DataType.FLOAT
         and (left == 2 or (left == 1 and product == ("", "MatMul")))
         and right == 2
