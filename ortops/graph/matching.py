@@ -290,9 +290,32 @@ def _assigned(
                 yield from _assigned(rest, left, way, search)
 
 
+class _Kept(Form):
+    """See `kept`."""
+
+    def __init__(self, operand: Form) -> None:
+        self._operand = operand
+
+    def find(self, value: ir.Value, found: Found, search: Search) -> Iterator[Found]:
+        """See `Form`."""
+        for way in self._operand.find(value, Found(found.values, ()), search):
+            yield from Found(way.values, found.nodes).bind(self, value, "the same", search)
+
+
+def kept(operand: Form) -> Form:
+    """Returns a form whose nodes stay, so that others may read them."""
+    return _Kept(operand)
+
+
 def product(number: float, *factors: Form) -> Form:
     """Returns the form of a number times some factors; powers repeat a factor."""
     return Product(number, factors)
+
+
+def is_last_axis(axes: ir.Value, x: ir.Value) -> bool:
+    """Whether the axes of a reduction are the last one of a tensor of known rank."""
+    number = constant_number(axes)
+    return number is not None and x.shape is not None and number in (-1, len(x.shape) - 1)
 
 
 class _Forms:

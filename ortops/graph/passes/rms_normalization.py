@@ -11,9 +11,9 @@ import onnx_ir as ir
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules.normalization import rms_vjp
 from ortops.graph.edit import emit
-from ortops.graph.matching import Found, Number, Variable, form
+from ortops.graph.matching import Found, Number, Variable, form, is_last_axis
 from ortops.graph.passes.rewrite import Fusion, Result, formula
-from ortops.graph.tensor import Tape, Tensor, constant_tensor
+from ortops.graph.tensor import Tape, Tensor
 
 FUSED = "SimplifiedLayerNormalization"
 """onnxruntime's operator, in the standard domain."""
@@ -35,10 +35,8 @@ def _fused(found: Found, tape: Tape) -> Result:
     x, scale = found[_X], found[_SCALE]
     if x.dtype != ir.DataType.FLOAT or not x.shape or scale.shape is None:
         return f"'{x.name}' is {x.dtype}{x.shape or ''}, not float32 of known rank"
-    columns, axes = x.shape[-1], constant_tensor(found[_AXES])
-    if axes is None or [int(axis) % len(x.shape) for axis in axes.numpy().ravel()] != [
-        len(x.shape) - 1
-    ]:
+    columns = x.shape[-1]
+    if not is_last_axis(found[_AXES], x):
         return "the mean is not over the last axis"
     if not isinstance(columns, int) or list(scale.shape) != [columns]:
         return f"the scale '{scale.name}' has the shape {scale.shape}, not [{columns}]"
