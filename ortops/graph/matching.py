@@ -246,9 +246,11 @@ class Behind(Form):
 
     def find(self, value: ir.Value, found: Found, search: Search) -> Iterator[Found]:
         """See `Form`."""
-        while (before := self._before(value)) is not None:
-            value = before
-        yield from self._operand.find(value, found, search)
+        end = value
+        while (before := self._before(end)) is not None:
+            end = before
+        for way in self._operand.find(end, found, search):
+            yield from way.bind(self, value, "the same", search)
 
 
 class Product(Form):
