@@ -131,4 +131,4 @@ def _emit(total: _Sum, tape: Tape) -> Tensor:
     return result
 
 
-GATED_SUMS = PatternPass("gated_sums", _gated)
+GATED_SUMS = PatternPass("gated_sums", _gated, bodies=True)

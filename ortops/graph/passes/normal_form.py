@@ -7,16 +7,17 @@ add it to `PATTERNS`.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from dataclasses import replace
 
 import onnx_ir as ir
 
 from ortops.graph.edit import Steps, attribute_values, producer_of, unrolled
 from ortops.graph.files.serialization import BOUND_DOMAIN
 from ortops.graph.folding import fold
+from ortops.graph.matching import Found, Variable
 from ortops.graph.passes.draft import SESSION, Draft, Pass
-from ortops.graph.passes.rewrite import Pattern, Result, pattern, rewrite
+from ortops.graph.passes.rewrite import Pattern, Result, formula, pattern, rewrite_with_bodies
 from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
 
 
@@ -171,26 +172,22 @@ def _span_of_index(node: ir.Node) -> tuple[int, int, int] | None:
     return axis, place % size, place % size + 1
 
 
-@pattern("Add")
-def _empty_mask(node: ir.Node, tape: Tape) -> Result:
+_X, _MASK = Variable("the scores"), Variable("the mask")
+_MASKED = _X + _MASK
+
+
+@formula(_MASKED)
+def _empty_mask(found: Found, tape: Tape) -> Result:
     """Softmax(x + mask) is Softmax(x) if the mask is 0, as that of a model without padding.
 
     Elsewhere, the sum stays: it makes 0 of -0.
     """
-    y = node.outputs[0]
+    x, y, mask = found[_X], found[_MASKED], found[_MASK]
     if y.is_graph_output() or not all(user.op_type == "Softmax" for user, _ in y.uses()):
         return None
-    if None in (tape.tensor(y).shape or [None]):
+    if None in (tape.tensor(y).shape or [None]) or x.shape != y.shape:
         return None
-    for x, mask in (node.inputs, node.inputs[::-1]):
-        if (
-            x is not None
-            and x.shape == y.shape
-            and mask is not None
-            and unrolled(_number(mask)) == 0
-        ):
-            return tape.tensor(x)
-    return None
+    return tape.tensor(x) if unrolled(_number(mask)) == 0 else None
 
 
 def _number(value: ir.Value) -> Steps[float | None]:
@@ -249,32 +246,19 @@ class _NormalForm(Pass):
     """Replaces roundabout forms before differentiation, and folds constants."""
 
     def prepare(self, draft: Draft) -> None:
-        """Rewrites the graph, except for operators with a rule of the user."""
-        rewrite(draft.graph, draft.names, *(_unless_bound(each, draft) for each in PATTERNS))
-        fold(draft.graph)
+        """Rewrites the graph and its bodies, but no operators with a rule of the user."""
+
+        def is_free(node: ir.Node, *, may_be_y: bool = False) -> bool:
+            return draft.is_free(node) and not any(_is_named(y, not may_be_y) for y in node.outputs)
+
+        graph, names = draft.graph, draft.names
+        rewrite_with_bodies(graph, names, *PATTERNS, is_free=is_free)
+        fold(graph)
         # Only now are bounds of Slices and masks constants, and sequences written as Slices.
-        later = [_unless_bound(_loss_of_rows, draft, may_be_y=True)]
-        later.append(_unless_bound(_empty_mask, draft))
-        if draft.is_free(ir.Node("", "Split", [])):
-            later.append(_unless_bound(_part, draft))
-        rewrite(draft.graph, draft.names, *later)
-
-
-def _unless_bound(given: Pattern, draft: Draft, *, may_be_y: bool = False) -> Pattern:
-    """Returns a pattern that skips tensors that a Gradient node names, and a user's operators.
-
-    Args:
-        given: The pattern.
-        draft: The model.
-        may_be_y: Whether the tensor that is differentiated is not skipped.
-    """
-
-    def function(node: ir.Node, tape: Tape) -> Result:
-        if not draft.is_free(node) or any(_is_named(each, not may_be_y) for each in node.outputs):
-            return None
-        return given.function(node, tape)
-
-    return replace(given, function=function)
+        may_be_y = functools.partial(is_free, may_be_y=True)
+        rewrite_with_bodies(graph, names, _loss_of_rows, is_free=may_be_y)
+        later = [_empty_mask, _part] if draft.is_free(ir.Node("", "Split", [])) else [_empty_mask]
+        rewrite_with_bodies(graph, names, *later, is_free=is_free)
 
 
 def _is_named(value: ir.Value, as_y: bool = True) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import is_bound
-from ortops.graph.edit import remove_unread
+from ortops.graph.edit import all_nodes, remove_unread
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.tensor import constant_tensor
 
@@ -17,7 +17,7 @@ class _Padding(Pass):
 
     def prepare(self, draft: Draft) -> None:
         """Removes Pad nodes from the forward pass."""
-        for node in list(draft.graph):
+        for node in list(all_nodes(draft.graph)):
             if node.op_type != "Pad" or node.domain or not draft.is_free(node):
                 continue
             pads, x, (y,) = _zeros_around(node), node.inputs[0], node.outputs

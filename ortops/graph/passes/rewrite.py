@@ -135,7 +135,7 @@ def rewrite(
 def rewrite_with_bodies(graph: ir.Graph, *args: Any, **options: Any) -> bool:
     """Calls `rewrite` for a graph and the bodies of Loop, If and Scan in it."""
     bodies = list(graph.subgraphs())
-    changed = [rewrite(each, *args, **options) for each in (graph, *bodies)]
+    changed = [rewrite(each, *args, **options) for each in (*bodies, graph)]
     for each in bodies:  # a file declares the domains of all of them
         for domain, version in each.opset_imports.items():
             graph.opset_imports.setdefault(domain, version)
@@ -159,8 +159,10 @@ def _replace(tape: Tape, node: ir.Node, results: Sequence[Tensor]) -> None:
         if not old.name:
             continue
         emitted, shown = tape.emitted(new.value), old.is_graph_output()
-        # Inputs and outputs of the graph keep their names, and cannot take that of the old value.
-        stays = new.value.is_graph_output() or new.value.producer() is None
+        # Inputs and outputs of the graph keep their names, and cannot take that of the old value;
+        # neither can a value of an outer graph be the output of a body.
+        made = new.value.producer()
+        stays = new.value.is_graph_output() or made is None or made.graph is not tape.graph
         if emitted and (new.shape is None or None in new.shape):
             new = new.with_shape_of(tape.tensor(old))
         if emitted or (shown and stays):
