@@ -242,6 +242,11 @@ def _add_check(command: _Command) -> None:
     add("--batch-normalization", choices=("auto", "train", "frozen"), default="auto")
     add("--all", action="store_true", help="list everything instead of a summary of long lists")
     add(
+        "--verbose",
+        action="store_true",
+        help="also list nodes that are near to those that a pass makes faster, and the difference",
+    )
+    add(
         "--measure",
         type=_rows_and_tokens,
         metavar="[ROWSx]TOKENS",

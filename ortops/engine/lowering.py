@@ -165,6 +165,7 @@ def lower_prepared(
     sizes: Mapping[str, int] | None = None,
     feeds: Sequence[str] = (),
     shown: Sequence[str] = (),
+    refusals: dict[str, list[str]] | None = None,
 ) -> ir.Model:
     """Lowers a model that `prepare` returned, in place.
 
@@ -176,12 +177,14 @@ def lower_prepared(
         sizes: See `ortops.graph.passes.Draft`.
         feeds: See `ortops.graph.passes.Draft`.
         shown: See `ortops.graph.passes.Draft`.
+        refusals: Gets the reasons why passes kept near matches, by pass.
 
     Returns:
         The model.
     """
     graph = model.graph
-    draft = Draft(model, Names(graph), rules, sizes, feeds, shown)
+    reasons = {} if refusals is None else refusals
+    draft = Draft(model, Names(graph), rules, sizes, feeds, shown, reasons)
     for each in passes:
         each.prepare(draft)
     gradients = bound_nodes(graph)

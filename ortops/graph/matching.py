@@ -32,7 +32,7 @@ _ARITHMETIC = frozenset({"Add", "Div", "Mul", "Neg", "Pow", "Sub"})
 """Operators that are everywhere, so that finding them tells nothing."""
 
 _MOST_PARTS = 32
-"""Parts of a product that are read; more would be no formula."""
+"""Parts of a product that are read, and nodes that are passed; more would be no formula."""
 
 _TOLERANCE = 1e-6
 """Of numbers that float32 rounds, and of products of numbers."""
@@ -186,7 +186,7 @@ class Call(Form):
         if self.op_type in _ARITHMETIC and len(inputs) == 2:
             for value, other in (inputs, inputs[::-1]):
                 assert value is not None
-                if constant_number(value) is not None and adds_axes(value, other):
+                if adds_axes(value, other) and constant_number(value) is not None:
                     search.miss(found, f"constant of shape {value.shape} adds axes")
                     return
         ways = iter((found,))
@@ -247,7 +247,9 @@ class Behind(Form):
     def find(self, value: ir.Value, found: Found, search: Search) -> Iterator[Found]:
         """See `Form`."""
         end = value
-        while (before := self._before(end)) is not None:
+        for _ in range(_MOST_PARTS):
+            if (before := self._before(end)) is None:
+                break
             end = before
         for way in self._operand.find(end, found, search):
             yield from way.bind(self, value, "the same", search)
@@ -271,7 +273,7 @@ class Product(Form):
             many = f"{self._number:.9g} and {len(self._factors)} factors"
             search.miss(found, f"'{value.name}' is not the product of {many}")
         elif not math.isclose(number, self._number, rel_tol=_TOLERANCE):
-            search.miss(found, f"factor {number:.9g} is not {self._number:.9g}", 1)
+            search.miss(found, f"constant factor {number:.9g} is not {self._number:.9g}", 1)
         else:
             ends = found.with_nodes(self, value, nodes)
             yield from _assigned(list(self._factors.items()), factors, ends, search)
@@ -400,11 +402,11 @@ class Search:
             if not self._removing or not self._is_shared(found):
                 yield found
 
-    def miss(self, found: Found, why: str, further: int = 0) -> None:
+    def miss(self, found: Found, why: str, further: int = 0, at: ir.Node | None = None) -> None:
         """Notes why a way failed, if it came further than the others, beyond mere arithmetic."""
         reach = len(found.nodes) + further
         if reach > self._reach and any(n.op_type not in _ARITHMETIC for n in found.nodes[1:]):
-            self._reach, self.refusal = reach, f"{describe(found.nodes[-1])}: {why}"
+            self._reach, self.refusal = reach, f"{describe(at or found.nodes[-1])}: {why}"
 
     def node_of(self, value: ir.Value, found: Found, op_type: str) -> ir.Node | None:
         """Returns the node of an operator that computes a value, or None."""
@@ -471,12 +473,12 @@ class Search:
         if first is None or second is None:
             return None
         for one, other in ((first, second), (second, first)):
-            if constant_number(one) is not None and adds_axes(one, other):
+            if adds_axes(one, other) and constant_number(one) is not None:
                 return None
-        by = constant_number(second)
-        if node.op_type == "Mul" or (node.op_type == "Div" and by):
+        if node.op_type == "Mul":
             return node
-        return node if node.op_type == "Pow" and by in (2, 3) else None
+        by = constant_number(second)
+        return node if (by if node.op_type == "Div" else by in (2, 3)) else None
 
     def _is_shared(self, found: Found) -> bool:
         """Whether something else reads what was found, so that it must stay."""
@@ -486,11 +488,9 @@ class Search:
                 if value is self._value:
                     continue
                 others = [user for user, _ in value.uses() if user not in nodes]
-                if value.is_graph_output():
-                    self.miss(found, f"'{value.name}' is an output, and must stay")
-                    return True
-                if others:
-                    self.miss(found, f"{describe(others[0])} reads '{value.name}', too")
+                if others or value.is_graph_output():
+                    reader = f"{describe(others[0])} reads it, too" if others else "it is an output"
+                    self.miss(found, reader, at=node)
                     return True
         return False
 

@@ -40,9 +40,9 @@ class Draft:
         sizes: The sizes of the inputs' symbolic dimensions; None if they may change.
         feeds: The inputs that are fed with a batch.
         shown: The outputs that are shown to users: the loss, and the outputs of the model.
+        refusals: Why passes kept what is near to what they replace, by the name of the pass.
         rules: The active rules: those of passes, then the given ones.
         pinned: Names of tensors that are temporarily outputs, so that passes do not change them.
-        refusals: Why passes kept what is near to what they replace, by the name of the pass.
     """
 
     model: ir.Model
@@ -51,9 +51,9 @@ class Draft:
     sizes: Mapping[str, int] | None
     feeds: Sequence[str]
     shown: Sequence[str]
+    refusals: dict[str, list[str]] = field(default_factory=dict)
     rules: Rules = field(init=False)
     pinned: list[str] = field(default_factory=list, init=False)
-    refusals: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rules = self.given
