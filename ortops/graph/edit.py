@@ -100,6 +100,21 @@ def is_float(value: ir.Value) -> bool:
     return value.dtype is None or value.dtype.is_floating_point()
 
 
+def rank_of(value: ir.Value | None) -> int | None:
+    """Returns the number of axes of a value; None if it is unknown, or if there is no value."""
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def permutation_of(node: ir.Node) -> tuple[int, ...] | None:
+    """Returns the order of axes of a Transpose; None if its rank is unknown, or of other nodes."""
+    if node.op_type != "Transpose" or node.domain:
+        return None
+    rank = rank_of(node.inputs[0])
+    reverse = None if rank is None else range(rank)[::-1]
+    perm = node.attributes.get_ints("perm", reverse)
+    return None if perm is None else tuple(perm)
+
+
 def node_after(node: ir.Node) -> ir.Node | None:
     """Returns the next node in the graph, or None."""
     graph = node.graph

@@ -19,7 +19,7 @@ import onnx.parser
 import onnx_ir as ir
 
 from ortops._common.numbers import Array
-from ortops.graph.edit import all_nodes, producer_of
+from ortops.graph.edit import all_nodes, permutation_of, producer_of, rank_of
 from ortops.graph.files.messages import MICROSOFT, node_graphs, nodes_within
 from ortops.graph.tensor import Names, Tape, Tensor, op
 
@@ -183,7 +183,7 @@ def avoid(graph: ir.Graph, names: Names | None = None) -> None:
         _put_vector_first(node, matrix, perm, names)
     for node, index, value in convolutions:
         tape = Tape(cast(ir.Graph, node.graph), before=node, names=names)
-        same = op.Reshape(tape.tensor(value), [0] * _rank(value) if index == 1 else [-1])
+        same = op.Reshape(tape.tensor(value), [0] * (rank_of(value) or 0) if index == 1 else [-1])
         node.replace_input_with(index, same.with_shape_of(tape.tensor(value)).value)
 
 
@@ -211,8 +211,8 @@ def _products_with_vectors(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value,
         if node.op_type != "MatMul" or node.domain:
             continue
         matrix, vector = node.inputs
-        rank = _rank(matrix)
-        if matrix is None or rank < 2 or _rank(vector) != 1 or producer_of(matrix) is None:
+        rank = rank_of(matrix) or 0
+        if matrix is None or rank < 2 or rank_of(vector) != 1 or producer_of(matrix) is None:
             continue
         if producer_of(matrix, "Constant") is None:
             yield node, matrix, [*range(rank - 2), rank - 1, rank - 2]
@@ -220,7 +220,7 @@ def _products_with_vectors(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value,
 
 def _put_vector_first(node: ir.Node, matrix: ir.Value, perm: list[int], names: Names) -> None:
     before = producer_of(matrix, "Transpose")
-    if before is not None and before.attributes.get_ints("perm", [1, 0]) == perm:
+    if before is not None and permutation_of(before) == tuple(perm):
         factor, perm = before.inputs[0], []
     else:
         name = names.unique(f"{node.name or node.op_type}/Transpose")
@@ -275,10 +275,6 @@ def _write(proto: onnx.GraphProto, changed: dict[str | None, ir.Node]) -> list[s
             added.append(factor.name)
         node.input[:] = [node.input[1], factor.name]
     return added
-
-
-def _rank(value: ir.Value | None) -> int:
-    return 0 if value is None or value.shape is None else len(value.shape)
 
 
 def pad_axes(

@@ -14,12 +14,14 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops._common.numbers import Array
+from ortops.graph.choices import CHOOSING, chosen_axes, chosen_indices, constant_integers
 from ortops.graph.edit import (
     MOVES,
     Steps,
     attribute_values,
     inner_graphs,
     is_float,
+    permutation_of,
     producer_of,
     unrolled,
 )
@@ -32,7 +34,6 @@ Kind: TypeAlias = Literal["softmax", "log_softmax", "sigmoid", "complement", "pr
 _ML = "ai.onnx.ml"
 
 _KEEPING = frozenset({"Cast", "Identity"})
-_CHOOSING = frozenset({"Gather", "Slice", "Split"})
 _SHRINKING = frozenset({"Max", "Min", "Mul"})
 _BOUNDED = frozenset(
     {"Clip", "Erf", "Exp", "HardSigmoid", "LogSoftmax", "Sigmoid", "Softmax", "Softsign", "Tanh"}
@@ -134,7 +135,7 @@ def _search(value: ir.Value, known: _Known) -> Steps[Squashed | None]:
         found = _is_one_of(node.outputs[0], pattern)
         if found is not None:
             logits, axis = found[_X], _axis_of(kind, found)
-            chosen = any(move.node.op_type in _CHOOSING for move in path)
+            chosen = any(move.node.op_type in CHOOSING for move in path)
             opposite = None if chosen or kind != "sigmoid" else _opposite_axis(logits)
             axis = axis if opposite is None else opposite
             moved = _moved_axis(axis, path)
@@ -238,17 +239,16 @@ def _chosen_branch(node: ir.Node, path: Sequence[Move]) -> ir.Value | None:
     if chosen is None or shape is None:
         return None
     axis = attribute_values(node)["axis"] % len(shape)
-    size = shape[axis]
     result = next(move.result for move in path if move.node is chosen)
-    bounds = _chosen_range(chosen, result, axis, size if isinstance(size, int) else None)
-    if bounds is None:
+    indices = chosen_indices(chosen, result, axis)
+    if not indices:
         return None
     low = 0
     for value in node.inputs:
         part = None if value is None or value.shape is None else value.shape[axis]
         if value is None or not isinstance(part, int):
             return None
-        if low <= bounds[0] and bounds[1] < low + part:
+        if low <= min(indices) and max(indices) < low + part:
             return value
         low += part
     return None
@@ -260,61 +260,13 @@ def _drop_choice(path: list[Move], branch: ir.Value, concat: ir.Node) -> bool:
     node, _, result = path[place]
     rank = len(branch.shape or ())
     axis = attribute_values(concat)["axis"] % rank
-    is_split = node.op_type == "Split"
-    if not is_split and (node.op_type != "Slice" or _slice_axes(node) != [axis]):
+    indices = chosen_indices(node, result, axis)
+    if chosen_axes(node) != [axis] or not isinstance(indices, range) or indices.step != 1:
         return False
-    steps = _integers(node.inputs[4]) if not is_split and len(node.inputs) > 4 else [1]
-    if steps != [1] or result.shape is None or result.shape[axis] != (branch.shape or ())[axis]:
+    if result.shape is None or result.shape[axis] != (branch.shape or ())[axis]:
         return False
     path.pop(place)
     return True
-
-
-def _chosen_range(
-    node: ir.Node, result: ir.Value, axis: int, size: int | None
-) -> tuple[int, int] | None:
-    """Returns the first and the last index that a node chooses on an axis; None if unknown."""
-    rank = len(_first(node).shape or ())
-    match node.op_type:
-        case "Gather" if attribute_values(node).get("axis", 0) % rank == axis:
-            chosen = _integers(node.inputs[1])
-        case "Split" if attribute_values(node).get("axis", 0) % rank == axis and size is not None:
-            given = _integers(node.inputs[1]) if len(node.inputs) > 1 else None
-            count = len(node.outputs)
-            sizes = given if given is not None else [-(-size // count)] * count
-            place = list(node.outputs).index(result)
-            low = sum(sizes[:place])
-            chosen = [low, min(low + sizes[place], size) - 1]
-        case "Slice" if size is not None and axis in (_slice_axes(node) or ()):
-            place = (_slice_axes(node) or []).index(axis)
-            starts, ends = _integers(node.inputs[1]), _integers(node.inputs[2])
-            steps = _integers(node.inputs[4]) if len(node.inputs) > 4 else None
-            if starts is None or ends is None or (len(node.inputs) > 4 and steps is None):
-                return None
-            step = 1 if steps is None else steps[place]
-            chosen = list(range(size)[starts[place] : ends[place] : step])
-        case _:
-            return None
-    if not chosen or (size is None and min(chosen) < 0):
-        return None
-    places = [each % size if size else each for each in chosen]
-    return min(places), max(places)
-
-
-def _slice_axes(node: ir.Node) -> list[int] | None:
-    """Returns the axes that a Slice changes; None if they are unknown."""
-    rank = len(_first(node).shape or ())
-    if len(node.inputs) < 4 or node.inputs[3] is None:
-        starts = _integers(node.inputs[1])
-        return None if starts is None else list(range(len(starts)))
-    axes = _integers(node.inputs[3])
-    return None if axes is None or not rank else [axis % rank for axis in axes]
-
-
-def _integers(value: ir.Value | None) -> list[int] | None:
-    """Returns the elements of a constant."""
-    tensor = None if value is None else constant_tensor(value)
-    return None if tensor is None else [int(each) for each in tensor.numpy().reshape(-1)]
 
 
 def _moved_axis(axis: int | None, path: Sequence[Move]) -> int | None:
@@ -332,19 +284,13 @@ def _moved_axis(axis: int | None, path: Sequence[Move]) -> int | None:
             return None
         before, after = list(source.shape), list(result.shape)
         axis %= len(before)
-        values = attribute_values(node)
         match node.op_type:
             case "Transpose":
-                axis = list(values.get("perm") or range(len(before))[::-1]).index(axis)
-            case "Slice":
-                changed = _slice_axes(node)
-                axis = None if changed is None or axis in changed else axis
-            case "Split" | "Concat":
-                axis = None if values.get("axis", 0) % len(before) == axis else axis
-            case "Gather":
-                place = values.get("axis", 0) % len(before)
-                later = len(after) - len(before) if axis > place else 0
-                axis = None if axis == place else axis + later
+                axis = (permutation_of(node) or ()).index(axis)
+            case "Gather" | "Slice" | "Split" | "Concat":
+                changed = chosen_axes(node)
+                later = len(after) - len(before) if changed and axis > changed[0] else 0
+                axis = None if changed is None or axis in changed else axis + later
             case _:
                 axis = _reshaped_axis(before, after, axis)
     return axis
@@ -439,7 +385,7 @@ def _axis_of(kind: Kind, found: Found) -> int | None:
 
 
 def _passes_on(node: ir.Node) -> bool:
-    if node.domain or node.op_type not in _KEEPING | MOVES | _CHOOSING:
+    if node.domain or node.op_type not in _KEEPING | MOVES | CHOOSING:
         return False
     source = node.inputs[0]
     return source is not None and is_float(source)
@@ -607,11 +553,10 @@ def _summands(total: ir.Value | None) -> list[ir.Value | None]:
 
 def _reduced_axis(node: ir.Node, result: ir.Value | None = None) -> int | None:
     """Returns the single axis that a node reduces, if it has size 1 in the result."""
-    axes = node.inputs[1] if len(node.inputs) > 1 else None
-    tensor = None if axes is None else constant_tensor(axes)
-    if tensor is None or tensor.size != 1:
+    axes = constant_integers(node.inputs[1]) if len(node.inputs) > 1 else None
+    if axes is None or len(axes) != 1:
         return None
-    axis = int(tensor.numpy().reshape(()))
+    (axis,) = axes
     if attribute_values(node).get("keepdims", 1):
         return axis
     before = _first(node).shape

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import attribute_values, producer_of
+from ortops.graph.edit import attribute_values, permutation_of, producer_of
 from ortops.graph.matching import Found, Variable, form, is_last_axis, kept
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.passes.rewrite import Result, formula, pattern, rewrite
@@ -61,7 +61,7 @@ def _is_product(found: Found) -> bool:
     if shape is None or found[_DP].dtype != ir.DataType.FLOAT:
         return False
     *outer, row, column = range(len(shape))
-    return attribute_values(found.node(_TURNED)).get("perm") == (*outer, column, row)
+    return permutation_of(found.node(_TURNED)) == (*outer, column, row)
 
 
 def _is_smaller(y: ir.Value, x: ir.Value) -> bool:

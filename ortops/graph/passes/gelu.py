@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules.elementwise import gelu
-from ortops.graph.edit import MOVES, producer_of
+from ortops.graph.edit import MOVES, emit_one, producer_of
 from ortops.graph.matching import Found, Variable, form, product
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft
 from ortops.graph.passes.rewrite import (
@@ -66,10 +66,7 @@ def _is_approximate(node: ir.Node) -> bool:
 
 def _later(g: Tensor, y: Tensor, x: Tensor, *, approximate: str = "none") -> Cotangents:
     """Emits a placeholder: only when all gradients are there, it is known what keeps y."""
-    node = ir.Node(PRIVATE, "Gradient", [g.value, y.value, x.value], num_outputs=1)
-    node.outputs[0].type, node.outputs[0].shape = g.value.type, g.value.shape
-    g.tape.append(node)
-    return g.tape.tensor(node.outputs[0])
+    return emit_one(PRIVATE, "Gradient", [g, y, x], g.value.shape)
 
 
 @pattern("Gradient", domain=PRIVATE)

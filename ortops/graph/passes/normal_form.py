@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from ortops.graph.edit import Steps, attribute_values, producer_of, unrolled
+from ortops.graph.choices import chosen_axes, chosen_indices
+from ortops.graph.edit import (
+    Steps,
+    attribute_values,
+    permutation_of,
+    producer_of,
+    rank_of,
+    unrolled,
+)
 from ortops.graph.files.serialization import BOUND_DOMAIN
 from ortops.graph.folding import fold
 from ortops.graph.matching import Found, Variable
@@ -63,11 +72,13 @@ def _dropout(node: ir.Node, tape: Tape) -> Result:
 @pattern("Transpose")
 def _transpose(node: ir.Node, tape: Tape) -> Result:
     """Transpose(Transpose(x)) is one Transpose, or x; Transpose in the given order is x."""
-    x, order = node.inputs[0], _order(node)
+    x, order = node.inputs[0], permutation_of(node)
     if x is None or order is None:
         return None
     source, whole = _source(x, order)
-    return None if source is x and whole != sorted(whole) else _transposed(source, whole, tape)
+    if source is x and list(whole) != sorted(whole):
+        return None
+    return _transposed(source, whole, tape)
 
 
 @pattern("SequenceAt")
@@ -140,36 +151,19 @@ def _span(node: ir.Node) -> tuple[int, int, int] | None:
     """Returns the axis of a part, its first index, and the one after its last.
 
     Returns:
-        None for several axes, a step other than 1, no elements, or what is not constant.
+        None for several axes, several indices of a Gather, a step other than 1, no elements, or
+        what is not constant.
     """
-    if node.op_type == "Gather":
-        return _span_of_index(node)
-    x, *bounds = (*node.inputs, None, None)[:5]
-    start, end, axis, step = (
-        default if value is None else constant_number(value)
-        for value, default in zip(bounds, (None, None, 0, 1), strict=True)
-    )
-    if x is None or x.shape is None or start is None or end is None or axis is None or step != 1:
+    x, axes = node.inputs[0], chosen_axes(node)
+    if x is None or x.shape is None or axes is None or len(axes) != 1:
         return None
-    size = x.shape[int(axis)]
-    if not isinstance(size, int):
+    if node.op_type == "Gather" and rank_of(node.inputs[1]) != 0:
         return None
-    low, high, _ = slice(int(start), int(end)).indices(size)
-    return (int(axis) % len(x.shape), low, high) if low < high else None
-
-
-def _span_of_index(node: ir.Node) -> tuple[int, int, int] | None:
-    """Returns the same for a Gather of one index, whose output lacks the axis; None for others."""
-    x, index = node.inputs[:2]
-    if x is None or x.shape is None or index is None or index.shape is None or len(index.shape):
+    indices = chosen_indices(node, node.outputs[0], axes[0])
+    if not indices or not isinstance(x.shape[axes[0]], int):
         return None
-    axis, number = attribute_values(node).get("axis", 0) % len(x.shape), constant_number(index)
-    if number is None:
-        return None
-    size, place = x.shape[axis], int(number)
-    if not isinstance(size, int) or not -size <= place < size:
-        return None
-    return axis, place % size, place % size + 1
+    low, high = indices[0], indices[-1] + 1
+    return (axes[0], low, high) if high - low == len(indices) else None
 
 
 _X, _MASK = Variable("the scores"), Variable("the mask")
@@ -273,19 +267,10 @@ def _first(node: ir.Node, tape: Tape) -> Tensor:
     return tape.tensor(value)
 
 
-def _order(node: ir.Node) -> list[int] | None:
-    """Returns the order of axes of a Transpose; None if its rank is unknown."""
-    order = attribute_values(node).get("perm")
-    shape = node.outputs[0].shape
-    if order is None and shape is not None:
-        order = range(len(shape))[::-1]
-    return None if order is None else list(order)
-
-
-def _source(x: ir.Value, order: list[int]) -> tuple[ir.Value, list[int]]:
+def _source(x: ir.Value, order: Sequence[int]) -> tuple[ir.Value, Sequence[int]]:
     """Returns what to transpose instead of x, and how, if a Transpose computes x."""
     inner = producer_of(x, "Transpose")
-    before = None if inner is None or _is_named(x) else _order(inner)
+    before = None if inner is None or _is_named(x) else permutation_of(inner)
     if inner is None or before is None:
         return x, order
     source = inner.inputs[0]
@@ -293,10 +278,10 @@ def _source(x: ir.Value, order: list[int]) -> tuple[ir.Value, list[int]]:
     return source, [before[axis] for axis in order]
 
 
-def _transposed(x: ir.Value, order: list[int], tape: Tape) -> Tensor:
+def _transposed(x: ir.Value, order: Sequence[int], tape: Tape) -> Tensor:
     """Emits a Transpose, or returns x if that is in this order."""
     y = tape.tensor(x)
-    return y if order == sorted(order) else op.Transpose(y, perm=order)
+    return y if list(order) == sorted(order) else op.Transpose(y, perm=order)
 
 
 NORMAL_FORM = _NormalForm("normal_form", SESSION)

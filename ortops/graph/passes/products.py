@@ -14,11 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import MOVES, emit_one, has_one_reader
+from ortops.graph.choices import constant_integers
+from ortops.graph.edit import MOVES, emit_one, has_one_reader, permutation_of
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.draft import ANYWHERE, ONNXRUNTIME
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
-from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
+from ortops.graph.tensor import Tape, Tensor, constant_number, op
 
 # ------------------------------------------------------------------------------------- transposes
 
@@ -48,7 +49,7 @@ def _transposed_factors(node: ir.Node, tape: Tape) -> Result:
 @pattern("Transpose")
 def _transposed_product(node: ir.Node, tape: Tape) -> Result:
     """Fuses a Transpose after a product into it: (A B)ᵀ = Bᵀ Aᵀ."""
-    perm, y = _perm(node), node.inputs[0]
+    perm, y = permutation_of(node), node.inputs[0]
     product = None if y is None else y.producer()
     if perm is None or perm[-1] != len(perm) - 2 or y is None or product is None:
         return None
@@ -100,16 +101,6 @@ def _with_flags(
     return op.Gemm(*others, alpha=alpha, beta=beta, transA=flags[0], transB=flags[1])
 
 
-def _perm(node: ir.Node) -> tuple[int, ...] | None:
-    """Returns the permutation of a Transpose; None for other nodes."""
-    if node.op_type != "Transpose" or node.domain or node.inputs[0] is None:
-        return None
-    shape = node.inputs[0].shape
-    reverse = None if shape is None else list(reversed(range(len(shape))))
-    perm = node.attributes.get_ints("perm", reverse)
-    return None if perm is None else tuple(perm)
-
-
 def _swap(perm: Sequence[int]) -> tuple[int, ...]:
     """Returns a permutation with the last two axes of its input exchanged."""
     last = len(perm) - 1
@@ -119,7 +110,10 @@ def _swap(perm: Sequence[int]) -> tuple[int, ...]:
 def _source(tape: Tape, value: ir.Value) -> tuple[ir.Value, int]:
     """Returns a value that a product can read instead, and whether it must transpose that."""
     source, perm = value, tuple(range(len(value.shape or ())))
-    while (producer := source.producer()) is not None and (inner := _perm(producer)) is not None:
+    while (producer := source.producer()) is not None:
+        inner = permutation_of(producer)
+        if inner is None:
+            break
         assert producer.inputs[0] is not None
         source, perm = producer.inputs[0], tuple(inner[axis] for axis in perm)
     last = len(perm) - 1
@@ -295,11 +289,10 @@ def _summed_rows(node: ir.Node) -> ir.Value | None:
     if x is None or axes is None or x.dtype != ir.DataType.FLOAT or x.shape is None:
         return None
     rank = len(x.shape)
-    constant = constant_tensor(axes)
-    if constant is None or rank < 2 or not isinstance(x.shape[-1], int) or not x.shape[-1]:
+    summed = constant_integers(axes)
+    if summed is None or rank < 2 or not isinstance(x.shape[-1], int) or not x.shape[-1]:
         return None
-    summed = {int(axis) % rank for axis in constant.numpy()}
-    return x if summed == set(range(rank - 1)) else None
+    return x if {axis % rank for axis in summed} == set(range(rank - 1)) else None
 
 
 def _places(tape: Tape) -> dict[str, tuple[ir.Value, int]]:

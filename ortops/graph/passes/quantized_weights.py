@@ -21,7 +21,7 @@ from ortops.graph.faults import outputs_of
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.draft import SESSION, Draft, Pass
 from ortops.graph.passes.products import fused_matmul
-from ortops.graph.passes.rewrite import Result, pattern, rewrite
+from ortops.graph.passes.rewrite import Result, pattern, rewrite_with_bodies
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
 
 _BYTES = 2**26
@@ -51,8 +51,7 @@ def dequantize_products(graph: ir.Graph, names: Names) -> None:
         names: The names used in it.
     """
     if has_kernel():
-        for each in (graph, *graph.subgraphs()):
-            rewrite(each, names, _in_float32)
+        rewrite_with_bodies(graph, names, _in_float32)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ import onnx_ir as ir
 from ortops.graph.autodiff.gradient_node import Bound, is_bound
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules.recurrent import inside, lstm_step, lstm_update, plus, scan
-from ortops.graph.edit import attribute_values, remove_unread, replace_value
+from ortops.graph.edit import attribute_values, emit, remove_unread, replace_value
 from ortops.graph.passes.draft import ANYWHERE, Draft, Pass
 from ortops.graph.tensor import Tape, Tensor, op, zeros_like
 
@@ -264,17 +264,8 @@ class _Direction:
         """
         inputs = (self.x, self.w, self.r, self.b, *states, *results, *saved)
         attributes["backwards"] = int(self.backwards)
-        node = ir.Node(
-            DOMAIN,
-            operator,
-            [None if z is None else z.value for z in inputs],
-            [ir.AttrInt64(name, value) for name, value in attributes.items()],
-            num_outputs=len(results),
-        )
-        self.x.tape.append(node)
-        for new, like in zip(node.outputs, results, strict=True):
-            new.type, new.shape = like.value.type, like.value.shape
-        return [self.x.tape.tensor(value) for value in node.outputs]
+        shapes = [result.value.shape for result in results]
+        return list(emit(self.x.tape, DOMAIN, operator, inputs, shapes, **attributes))
 
 
 def _halves(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:

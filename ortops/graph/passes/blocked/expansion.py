@@ -171,11 +171,8 @@ def _sum_in_convolution(node: ir.Node, tape: Tape) -> Result:
     if conv is None or len(conv.inputs) > 3 or other.shape != x.shape or other is x:
         return None
     inputs = [*conv.inputs, None][:3]
-    attributes = list(conv.attributes.values())
-    fused = ir.Node(KERNEL_DOMAIN, "Conv", [*inputs, other], attributes)
-    fused.outputs[0].type, fused.outputs[0].shape = x.type, x.shape
-    tape.append(fused)
-    return tape.tensor(fused.outputs[0])
+    tensors = [None if value is None else tape.tensor(value) for value in (*inputs, other)]
+    return emit_one(KERNEL_DOMAIN, "Conv", tensors, x.shape, **attribute_values(conv))
 
 
 def _convolution(value: ir.Value) -> ir.Node | None:
