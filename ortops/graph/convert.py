@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from ortops.errors import ModelError, UnsupportedError
-from ortops.graph.edit import all_nodes, describe, replace_value
+from ortops.graph.edit import all_nodes, describe, replace_value, tape_before
 from ortops.graph.files.external import (
     LightModel,
     Reference,
@@ -331,10 +331,8 @@ def _keep_old_semantics(model: ir.Model, opset: int) -> None:
         infer_shapes(model)
     names = Names(model.graph)
     for node in nodes:
-        assert isinstance(node.graph, ir.Graph)
-        node.graph.opset_imports.update(model.graph.opset_imports)
-        tape = Tape(node.graph, before=node, names=names)
-        tape.scope = f"{node.name or node.op_type}/"
+        tape = tape_before(node, names)
+        tape.graph.opset_imports.update(model.graph.opset_imports)
         _OLD_SEMANTICS[node.op_type][1](tape, node)
 
 

@@ -219,6 +219,14 @@ def nodes_between(
 # -------------------------------------------------------------------------------------- rewriting
 
 
+def tape_before(node: ir.Node, names: Names) -> Tape:
+    """Returns a tape that inserts nodes before a node of a graph, and names them after it."""
+    assert isinstance(node.graph, ir.Graph)
+    tape = Tape(node.graph, before=node, names=names)
+    tape.scope = f"{node.name or node.op_type}/"
+    return tape
+
+
 def emit(
     tape: Tape,
     domain: str,

@@ -19,9 +19,16 @@ import onnx.parser
 import onnx_ir as ir
 
 from ortops._common.numbers import Array
-from ortops.graph.edit import all_nodes, permutation_of, producer_of, rank_of
+from ortops.graph.edit import (
+    all_nodes,
+    node_after,
+    permutation_of,
+    producer_of,
+    rank_of,
+    tape_before,
+)
 from ortops.graph.files.messages import MICROSOFT, node_graphs, nodes_within
-from ortops.graph.tensor import Names, Tape, Tensor, op
+from ortops.graph.tensor import Names, Tensor, op
 
 logger = logging.getLogger("ortops")
 
@@ -182,7 +189,7 @@ def avoid(graph: ir.Graph, names: Names | None = None) -> None:
     for node, matrix, perm in products:
         _put_vector_first(node, matrix, perm, names)
     for node, index, value in convolutions:
-        tape = Tape(cast(ir.Graph, node.graph), before=node, names=names)
+        tape = tape_before(node, names)
         same = op.Reshape(tape.tensor(value), [0] * (rank_of(value) or 0) if index == 1 else [-1])
         node.replace_input_with(index, same.with_shape_of(tape.tensor(value)).value)
 
@@ -223,14 +230,8 @@ def _put_vector_first(node: ir.Node, matrix: ir.Value, perm: list[int], names: N
     if before is not None and permutation_of(before) == tuple(perm):
         factor, perm = before.inputs[0], []
     else:
-        name = names.unique(f"{node.name or node.op_type}/Transpose")
-        transpose = ir.Node("", "Transpose", [matrix], [ir.AttrInt64s("perm", perm)], name=name)
-        factor = transpose.outputs[0]
-        factor.name, factor.type = names.unique(f"{name}_output"), matrix.type
-        if matrix.shape is not None:
-            factor.shape = ir.Shape([matrix.shape[axis] for axis in perm])
-        assert node.graph is not None
-        node.graph.insert_before(node, [transpose])
+        tape = tape_before(node, names)
+        factor = op.Transpose(tape.tensor(matrix), perm=perm).value
     vector = node.inputs[1]
     node.replace_input_with(0, vector)
     node.replace_input_with(1, factor)
@@ -363,22 +364,14 @@ def _dequantize_to_float32(node: ir.Node, names: Names) -> None:
         return
     if scales.dtype != ir.DataType.FLOAT16 or "output_dtype" in node.attributes:
         return
-    wide, narrow = (
-        ir.Node("", "Cast", [value], [ir.AttrInt64("to", kind.value)], name=names.unique("Cast"))
-        for value, kind in ((scales, ir.DataType.FLOAT), (old, ir.DataType.FLOAT16))
-    )
-    new = narrow.outputs[0]
-    new.type, new.shape = old.type, old.shape
-    old.replace_all_uses_with(new)
-    narrow.replace_input_with(0, old)
-    old.type = wide.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    wide.outputs[0].shape = scales.shape
-    for made in (wide, narrow):
-        made.outputs[0].name = names.unique(f"{made.name}_output")
-    node.replace_input_with(1, wide.outputs[0])
-    assert isinstance(node.graph, ir.Graph)
-    node.graph.insert_before(node, [wide])
-    node.graph.insert_after(node, [narrow])
+    tape, readers = tape_before(node, names), list(old.uses())
+    wide = op.Cast(tape.tensor(scales), to=ir.DataType.FLOAT)
+    node.replace_input_with(1, wide.value)
+    old.type = wide.value.type
+    tape.before = node_after(node)
+    narrow = op.Cast(tape.tensor(old), to=ir.DataType.FLOAT16)
+    for reader, index in readers:
+        reader.replace_input_with(index, narrow.value)
 
 
 def _is_constant(value: ir.Value) -> bool:

@@ -39,7 +39,13 @@ _TOLERANCE = 1e-6
 
 
 class Form:
-    """What a value may be. Arithmetic with forms and numbers makes forms of nodes."""
+    """What a value may be. Arithmetic with forms and numbers makes forms of nodes.
+
+    Attributes:
+        roots: The operators that a node which computes such a value may have.
+    """
+
+    roots: frozenset[str] = frozenset()
 
     def __add__(self, other: Operand) -> Form:
         return Call("Add", self, other)
@@ -73,11 +79,6 @@ class Form:
 
     def __or__(self, other: Form) -> Form:
         return Either(self, other)
-
-    @property
-    def roots(self) -> frozenset[str]:
-        """The operators that a node which computes such a value may have."""
-        return frozenset()
 
     def find(self, value: ir.Value, found: Found, search: Search) -> Iterator[Found]:
         """Yields the ways in which a value has this form, each an extension of what was found."""
@@ -147,15 +148,10 @@ class Call(Form):
     """
 
     def __init__(self, op_type: str, *operands: Operand, **attributes: Any) -> None:
-        self.op_type, self._attributes = op_type, attributes
+        self.op_type, self._attributes, self.roots = op_type, attributes, frozenset({op_type})
         self._open = bool(operands) and operands[-1] is ...
         given = [each for each in operands if not isinstance(each, EllipsisType)]
         self._operands = [each if isinstance(each, Form) else Number(each) for each in given]
-
-    @property
-    def roots(self) -> frozenset[str]:
-        """See `Form`."""
-        return frozenset({self.op_type})
 
     def find(self, value: ir.Value, found: Found, search: Search) -> Iterator[Found]:
         """See `Form`."""
@@ -214,12 +210,7 @@ class Either(Form):
     """One of several forms."""
 
     def __init__(self, *forms: Form) -> None:
-        self._forms = forms
-
-    @property
-    def roots(self) -> frozenset[str]:
-        """See `Form`."""
-        return frozenset[str]().union(*(each.roots for each in self._forms))
+        self._forms, self.roots = forms, frozenset[str]().union(*(each.roots for each in forms))
 
     def find(self, value: ir.Value, found: Found, search: Search) -> Iterator[Found]:
         """See `Form`."""
@@ -237,12 +228,7 @@ class Behind(Form):
     """
 
     def __init__(self, operand: Form, before: Callable[[ir.Value], ir.Value | None]) -> None:
-        self._operand, self._before = operand, before
-
-    @property
-    def roots(self) -> frozenset[str]:
-        """See `Form`."""
-        return self._operand.roots
+        self._operand, self._before, self.roots = operand, before, operand.roots
 
     def find(self, value: ir.Value, found: Found, search: Search) -> Iterator[Found]:
         """See `Form`."""
@@ -260,11 +246,7 @@ class Product(Form):
 
     def __init__(self, number: float, factors: Sequence[Form]) -> None:
         self._number, self._factors = number, Counter(factors)
-
-    @property
-    def roots(self) -> frozenset[str]:
-        """See `Form`."""
-        return frozenset({"Div", "Mul"})
+        self.roots = frozenset({"Div", "Mul"})
 
     def find(self, value: ir.Value, found: Found, search: Search) -> Iterator[Found]:
         """See `Form`."""

@@ -17,9 +17,10 @@ import onnx_ir as ir
 from ortops.graph.choices import constant_integers
 from ortops.graph.edit import MOVES, emit_one, has_one_reader, permutation_of
 from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.matching import Found, Number, Variable
 from ortops.graph.passes.draft import ANYWHERE, ONNXRUNTIME
-from ortops.graph.passes.rewrite import PatternPass, Result, pattern
-from ortops.graph.tensor import Tape, Tensor, constant_number, op
+from ortops.graph.passes.rewrite import PatternPass, Result, formula, pattern
+from ortops.graph.tensor import Tape, Tensor, op
 
 # ------------------------------------------------------------------------------------- transposes
 
@@ -194,34 +195,24 @@ LEFT_FACTORS = PatternPass(
 # ----------------------------------------------------------------------------------------- scales
 
 
-@pattern("Mul")
-def _scaled_product(node: ir.Node, tape: Tape) -> Result:
+_X, _NUMBER = Variable("the factor"), Number()
+_SCALED = _X * _NUMBER
+
+
+@formula(_SCALED)
+def _scaled_product(found: Found, tape: Tape) -> Result:
     """Fuses multiplications by a constant number into the products before or after them."""
-    found = _scale(node)
-    if found is None:
+    x, y = found[_X], found[_SCALED]
+    if y.is_graph_output() or x.shape is None or found[_NUMBER].shape is None:
         return None
-    x, factor = found
-    products = _products_after(node.outputs[0]) or _products_before(x)
+    products = _products_after(y) or _products_before(x)
     for product, count in Counter(products).items():
-        alpha = product.attributes.get_float("alpha", 1.0)
-        assert alpha is not None
+        alpha = product.attributes.get_float("alpha", 1.0) or 0.0
+        alpha *= found.number(_NUMBER) ** count
         product.domain, product.op_type = MICROSOFT, "FusedMatMul"
-        product.attributes["alpha"] = ir.AttrFloat32("alpha", alpha * factor**count)
+        product.attributes["alpha"] = ir.AttrFloat32("alpha", alpha)
         tape.graph.opset_imports.setdefault(MICROSOFT, 1)
     return tape.tensor(x) if products else None
-
-
-def _scale(node: ir.Node) -> tuple[ir.Value, float] | None:
-    """Returns the factor that a node multiplies by a constant number, and the number; or None."""
-    if node.outputs[0].is_graph_output():
-        return None
-    for x, other in (node.inputs, reversed(node.inputs)):
-        if x is None or other is None or x.shape is None or other.shape is None:
-            continue
-        number = constant_number(other)
-        if number is not None and len(other.shape) <= len(x.shape):
-            return x, number
-    return None
 
 
 def _scales(node: ir.Node) -> bool:
