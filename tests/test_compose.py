@@ -238,8 +238,15 @@ def test_weights_in_branches() -> None:
         >
     }"""
     models = {name: onnx.parser.parse_model(text) for name in ("a", "b")}
+    for each in models.values():
+        body = each.graph.node[0].attribute[0].g
+        body.quantization_annotation.add(tensor_name="z")
     model = ortops.compose(models, {"b.x": "a.y"})
     onnx.checker.check_model(model, full_check=True)
+    bodies = [n.attribute[0].g for n in (*model.graph.node, *ortops.split(model)["b"].graph.node)]
+    for body in bodies:  # descriptions of values follow their names, both ways
+        (annotation,) = body.quantization_annotation
+        assert annotation.tensor_name == body.output[0].name
     x, yes = np.float32([[1, 1]]), np.array(True)
     assert run(model, **{"x": x, "a.c": yes, "b.c": yes})[1].tolist() == [[1, 4]]
     part = ortops.split(model, models)["b"]

@@ -42,6 +42,7 @@ def check(options: argparse.Namespace) -> int:
                     loss=_loss(options.loss),
                     trainable=options.trainable,
                     batch_normalization=options.batch_normalization,
+                    verbose=options.verbose,
                 )
         except Exception as error:  # also of a bug: the other models are reported all the same
             if options.debug and not isinstance(error, OrtopsError | OSError):

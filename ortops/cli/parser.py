@@ -261,6 +261,8 @@ def _add_check(command: _Command) -> None:
     add("--trainable", action="append", metavar="PATTERN", help=about)
     add("--batch-normalization", choices=("auto", "train", "frozen"), default="auto")
     _flag(parser, "--all", "list everything instead of a summary of long lists")
+    about = "also list nodes that are near to those that a pass makes faster, and the difference"
+    _flag(parser, "--verbose", about)
     about = (
         "for the folder of a language model: train a few steps with so many tokens per row "
         "and rows per batch (default: 1), and report memory and tokens per second"

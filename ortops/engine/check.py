@@ -24,6 +24,7 @@ from ortops.engine.building.preparation import (
 from ortops.engine.lowering import lower_prepared, prepare
 from ortops.engine.summary import SHOWN, by_module, by_reason, first, short_shape, text_of
 from ortops.engine.trainable.metadata import entry_names, training_metadata
+from ortops.engine.trainable.step_graph import flatten
 from ortops.errors import OrtopsError
 from ortops.graph import convert, faults
 from ortops.graph.adapters import adapter_of
@@ -33,6 +34,7 @@ from ortops.graph.autodiff.rules import RULES
 from ortops.graph.edit import all_nodes, describe, inner_graphs, is_float, mapped_tensor
 from ortops.graph.files import external, loading
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.passes import passes_for
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.squashing import squashed
 from ortops.losses.compute import default_output
@@ -62,6 +64,8 @@ class Report:
         averaging: The averaging of parameters, as text; empty if there is none.
         groups: The parameters with optimizer settings of their own, and these settings.
         said: Automatic choices, one sentence each.
+        kept: What is near to nodes that a pass would replace by faster ones, and the difference;
+            only if asked for.
         problems: Why the model cannot be trained: nodes without a gradient rule, and other reasons
             why `ortops.build_training_model` or `ortops.TrainingSession` would reject the model.
     """
@@ -84,6 +88,7 @@ class Report:
     averaging: str = ""
     groups: dict[str, str] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -141,6 +146,10 @@ class Report:
                 also = f" and {len(more)} more (--all lists all)" if more else ""
                 lines.append(f"{title}: {', '.join(names[: len(names) - len(more)])}{also}")
         lines += _some(self.said, everything)
+        if self.kept:
+            title = "nodes that are near to those that a pass makes faster, and the difference"
+            lines += [f"{title}: {len(self.kept)}"]
+            lines += _some([f"  {each}" for each in self.kept], everything)
         if self.problems:
             listed = [f"  {each}" for each in self.problems]
             lines += [f"problems: {len(self.problems)}", *_some(listed, everything)]
@@ -199,6 +208,7 @@ def check(
     clip_value: float | None = None,
     ema_decay: float | None = None,
     groups: Groups | None = None,
+    verbose: bool = False,
 ) -> Report:
     """Reports what training a model would do, and what prevents it.
 
@@ -219,6 +229,7 @@ def check(
         clip_value: As for `ortops.build_training_model`.
         ema_decay: As for `ortops.build_training_model`.
         groups: As for `ortops.build_training_model`.
+        verbose: Whether the report says which nodes passes almost replaced.
 
     Returns:
         A report; ``ortops check`` prints ``str(report)``, and with ``--all``
@@ -253,14 +264,6 @@ def check(
         found = training_metadata(proto)
         existing = {name: getattr(found, name) for name in ("schedule", "clipping", "averaging")}
         existing["groups"] = dict(found.groups)
-    first, *others = entry_names(proto)
-    about = []
-    if others and trainable is None:
-        about.append(
-            f"the report is about the training algorithm '{first}'; the file also has "
-            + ", ".join(f"'{name}'" for name in others)
-            + " (`ortops inspect` shows them)"
-        )
     try:
         prepared = prepare_for_training(
             light, _trained(light.proto, trainable), batch_normalization
@@ -281,6 +284,7 @@ def check(
         )
     except OrtopsError as error:
         return replace(report, problems=report.problems or [str(error)])
+    problems, kept = _outcome(plan, verbose)
     return replace(
         report,
         parameters={v.name or "": f"{v.dtype}{v.shape}" for v in plan.parameters},
@@ -293,9 +297,20 @@ def check(
         loss=chosen if isinstance(chosen, str) else _name(chosen),
         fitting=fitting,
         **(existing | plan.notes),
-        said=[*about, *plan.said, *faults.said(light.proto)],
-        problems=report.problems or _failures(plan),
+        said=[*_about(proto, trainable), *plan.said, *faults.said(light.proto)],
+        kept=kept,
+        problems=report.problems or problems,
     )
+
+
+def _about(proto: onnx.ModelProto, trainable: Sequence[str] | None) -> list[str]:
+    """Returns which of several training algorithms the report is about."""
+    first, *others = entry_names(proto)
+    if not others or trainable is not None:
+        return []
+    listed = ", ".join(f"'{name}'" for name in others)
+    algorithm = f"the report is about the training algorithm '{first}'"
+    return [f"{algorithm}; the file also has {listed} (`ortops inspect` shows them)"]
 
 
 def _inference_report(proto: onnx.ModelProto, work: ir.Model) -> Report:
@@ -457,10 +472,19 @@ def _problem(node: ir.Node) -> str:
     return f"{describe(node)}: the gradient rule does not support the attribute '{unknown[0]}'"
 
 
-def _failures(plan: Plan) -> list[str]:
-    """Differentiates a plan and returns the error, if there is one."""
+def _outcome(plan: Plan, verbose: bool) -> tuple[list[str], list[str]]:
+    """Differentiates a plan, and lets passes work on it if asked for.
+
+    Returns:
+        The error, if there is one, and what passes would have replaced but for a difference.
+    """
+    found: dict[str, list[str]] = {}
     try:
-        plan.differentiate(plan.write())
+        made = plan.write()
+        plan.differentiate(made)
+        if verbose:
+            lower_prepared(flatten(made).model, passes=passes_for("session"), refusals=found)
     except OrtopsError as error:
-        return [str(error)]
-    return []
+        return [str(error)], []
+    kept = {f"{name}: {why}": None for name, reasons in found.items() for why in reasons}
+    return [], list(kept)

@@ -30,7 +30,14 @@ from ortops.graph.autodiff.gradient_node import (
 )
 from ortops.graph.autodiff.registry import Rules
 from ortops.graph.autodiff.rules import RULES
-from ortops.graph.edit import all_nodes, ancestor_nodes, describe, remove_unread, replace_value
+from ortops.graph.edit import (
+    all_nodes,
+    ancestor_nodes,
+    describe,
+    remove_unread,
+    replace_value,
+    tape_before,
+)
 from ortops.graph.faults import avoid
 from ortops.graph.files import loading
 from ortops.graph.files.folders import remember
@@ -41,7 +48,7 @@ from ortops.graph.passes import passes_for
 from ortops.graph.passes.draft import Draft, Pass, Runtime
 from ortops.graph.passes.order import put_last_results_first
 from ortops.graph.shapes import infer_shapes, is_unknown, may_be_equal
-from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
+from ortops.graph.tensor import Names, Tensor, op, shape_of
 from ortops.optimizers import OPERATORS
 
 TRAINING_DOMAIN = custom_ops.DOMAIN
@@ -168,6 +175,7 @@ def lower_prepared(
     sizes: Mapping[str, int] | None = None,
     feeds: Sequence[str] = (),
     shown: Sequence[str] = (),
+    refusals: dict[str, list[str]] | None = None,
 ) -> ir.Model:
     """Lowers a model that `prepare` returned, in place.
 
@@ -179,12 +187,14 @@ def lower_prepared(
         sizes: See `ortops.graph.passes.Draft`.
         feeds: See `ortops.graph.passes.Draft`.
         shown: See `ortops.graph.passes.Draft`.
+        refusals: Gets the reasons why passes kept near matches, by pass.
 
     Returns:
         The model.
     """
     graph = model.graph
-    draft = Draft(model, Names(graph), rules, sizes, feeds, shown)
+    reasons = {} if refusals is None else refusals
+    draft = Draft(model, Names(graph), rules, sizes, feeds, shown, reasons)
     for each in passes:
         each.prepare(draft)
     gradients = bound_nodes(graph)
@@ -404,10 +414,7 @@ def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.
             for output in node.outputs:  # Python ops cannot have absent outputs
                 output.name = output.name or names.unique(f"{node.op_type}_unread")
             return None
-    graph = node.graph
-    assert isinstance(graph, ir.Graph)
-    tape = Tape(graph, before=node, names=names)
-    tape.scope = f"{node.name or node.op_type}/"
+    tape = tape_before(node, names)
     outputs = list(node.outputs)
     scalars = [tape.tensor(r), tape.tensor(t)]
     for index, group in enumerate(groups):

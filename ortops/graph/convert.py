@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from ortops.errors import ModelError, UnsupportedError
-from ortops.graph.edit import all_nodes, describe, replace_value
+from ortops.graph.edit import all_nodes, describe, replace_value, tape_before
 from ortops.graph.files.external import (
     LightModel,
     Reference,
@@ -37,7 +37,7 @@ from ortops.graph.files.loading import (
     read_again,
     readable,
 )
-from ortops.graph.files.messages import external_to_inputs
+from ortops.graph.files.messages import MICROSOFT, external_to_inputs
 from ortops.graph.files.serialization import from_proto
 from ortops.graph.files.validation import validate
 from ortops.graph.limits import LIMITS
@@ -47,7 +47,6 @@ from ortops.graph.tensor import Names, Tape, op
 MINIMUM_OPSET = 21
 """The oldest version of the default operator set that rules emit nodes for."""
 
-_ONNXRUNTIME = "com.microsoft"
 _UNKNOWN_DOMAIN = "ortops.unknown"
 
 _STABLE_SEMANTICS = 17
@@ -123,7 +122,7 @@ def to_ir(
     if folder is not None and any(tensor.external_data for tensor in proto.graph.initializer):
         result.metadata_props[FOLDER_KEY] = note(folder)
     for node in all_nodes(result.graph):
-        if node.domain == _ONNXRUNTIME:  # onnxruntime does not require the import
+        if node.domain == MICROSOFT:  # onnxruntime does not require the import
             result.graph.opset_imports.setdefault(node.domain, 1)
     for graph in result.graphs():
         for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
@@ -332,10 +331,8 @@ def _keep_old_semantics(model: ir.Model, opset: int) -> None:
         infer_shapes(model)
     names = Names(model.graph)
     for node in nodes:
-        assert isinstance(node.graph, ir.Graph)
-        node.graph.opset_imports.update(model.graph.opset_imports)
-        tape = Tape(node.graph, before=node, names=names)
-        tape.scope = f"{node.name or node.op_type}/"
+        tape = tape_before(node, names)
+        tape.graph.opset_imports.update(model.graph.opset_imports)
         _OLD_SEMANTICS[node.op_type][1](tape, node)
 
 

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import onnx_ir as ir
 
-from ortops.graph.tensor import Tape, Tensor, op
+from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.tensor import Names, Tape, Tensor, op
 
 ELEMENTWISE = frozenset(
     {
@@ -97,6 +98,21 @@ def mapped_tensor(value: ir.Value) -> ir.Value | None:
 def is_float(value: ir.Value) -> bool:
     """Whether a value is floating-point or of unknown type."""
     return value.dtype is None or value.dtype.is_floating_point()
+
+
+def rank_of(value: ir.Value | None) -> int | None:
+    """Returns the number of axes of a value; None if it is unknown, or if there is no value."""
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def permutation_of(node: ir.Node) -> tuple[int, ...] | None:
+    """Returns the order of axes of a Transpose; None if its rank is unknown, or of other nodes."""
+    if node.op_type != "Transpose" or node.domain:
+        return None
+    rank = rank_of(node.inputs[0])
+    reverse = None if rank is None else range(rank)[::-1]
+    perm = node.attributes.get_ints("perm", reverse)
+    return None if perm is None else tuple(perm)
 
 
 def node_after(node: ir.Node) -> ir.Node | None:
@@ -203,6 +219,73 @@ def nodes_between(
 # -------------------------------------------------------------------------------------- rewriting
 
 
+def tape_before(node: ir.Node, names: Names) -> Tape:
+    """Returns a tape that inserts nodes before a node of a graph, and names them after it."""
+    assert isinstance(node.graph, ir.Graph)
+    tape = Tape(node.graph, before=node, names=names)
+    tape.scope = f"{node.name or node.op_type}/"
+    return tape
+
+
+def emit(
+    tape: Tape,
+    domain: str,
+    op_type: str,
+    inputs: Sequence[Tensor | None],
+    shapes: Sequence[Iterable[int | ir.SymbolicDim] | None],
+    **attributes: Any,
+) -> tuple[Tensor, ...]:
+    """Appends a float32 node of an operator that onnx does not know, and imports its domain.
+
+    Args:
+        tape: The tape.
+        domain: The operator's domain.
+        op_type: The operator.
+        inputs: Its inputs; None for absent ones.
+        shapes: The shapes of its outputs; None for one that is unknown.
+        **attributes: Its attributes; None for absent ones.
+    """
+    node = ir.Node(
+        domain,
+        op_type,
+        [None if tensor is None else tensor.value for tensor in inputs],
+        [_attribute(name, value) for name, value in attributes.items() if value is not None],
+        num_outputs=len(shapes),
+    )
+    tape.append(node)
+    if domain.startswith(MICROSOFT):  # private domains are gone when the graph runs
+        tape.graph.opset_imports.setdefault(domain, 1)
+    for value, shape in zip(node.outputs, shapes, strict=True):
+        value.type = ir.TensorType(ir.DataType.FLOAT)
+        value.shape = None if shape is None else ir.Shape(shape)
+    return tuple(tape.tensor(value) for value in node.outputs)
+
+
+def _attribute(name: str, value: float | str | Sequence[int]) -> ir.Attr:
+    """Returns an attribute; `ir.convenience` takes as long as all else of a new node together."""
+    match value:
+        case int():
+            return ir.AttrInt64(name, value)
+        case float():
+            return ir.AttrFloat32(name, value)
+        case str():
+            return ir.AttrString(name, value)
+        case _:
+            return ir.AttrInt64s(name, value)
+
+
+def emit_one(
+    domain: str,
+    op_type: str,
+    inputs: Sequence[Tensor | None],
+    shape: Iterable[int | ir.SymbolicDim] | None,
+    **attributes: Any,
+) -> Tensor:
+    """Appends such a node with one output; see `emit`."""
+    tape = next(x.tape for x in inputs if x is not None)
+    return emit(tape, domain, op_type, inputs, [shape], **attributes)[0]
+
+
 def replace_value(tape: Tape, old: ir.Value, new: Tensor) -> None:
     """Replaces a node's output by a new tensor, which gets its name.
 
@@ -275,6 +358,20 @@ def _copy_graph(graph: ir.Graph, copies: Mapping[ir.Value, ir.Value]) -> ir.Grap
             if value in copies:
                 inner.outputs[index] = copies[value]
     return copy
+
+
+def rename_within(graph: ir.Graph, names: Names, prefix: str = "") -> None:
+    """Gives the values of a copied subgraph names of their own, as a file requires.
+
+    Args:
+        graph: The subgraph.
+        names: The names used in the model.
+        prefix: What the new names begin with.
+    """
+    for each in (graph, *graph.subgraphs()):
+        outputs = (value for node in each for value in node.outputs if value.name)
+        for value in (*each.inputs, *each.initializers.values(), *outputs):
+            value.name = names.unique(f"{prefix}{value.name}")
 
 
 # --------------------------------------------------------------------------------------- removing

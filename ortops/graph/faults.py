@@ -19,9 +19,16 @@ import onnx.parser
 import onnx_ir as ir
 
 from ortops._common.numbers import Array
-from ortops.graph.edit import all_nodes, producer_of
-from ortops.graph.files.messages import node_graphs, nodes_within
-from ortops.graph.tensor import Names, Tape, Tensor, op
+from ortops.graph.edit import (
+    all_nodes,
+    node_after,
+    permutation_of,
+    producer_of,
+    rank_of,
+    tape_before,
+)
+from ortops.graph.files.messages import MICROSOFT, node_graphs, nodes_within
+from ortops.graph.tensor import Names, Tensor, op
 
 logger = logging.getLogger("ortops")
 
@@ -112,34 +119,53 @@ FAULTS = {
 
 @functools.cache
 def _is_present(text: str) -> bool:
+    proto = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 21, "{MICROSOFT}": 1]> probe {text}"""
+    )
+    plain, optimized = outputs_of(proto, optimize=False), outputs_of(proto)
+    if plain is None or optimized is None:
+        return True
+    found = [*plain, *optimized]
+    # Far above rounding, and below what each of these models is wrong by.
+    return not all(np.allclose(found[0], each, rtol=0.1) for each in found)
+
+
+def outputs_of(
+    model: onnx.ModelProto, *, optimize: bool = True, written: str = ""
+) -> list[Array] | None:
+    """Runs a small float32 model on the CPU, to see what the installed onnxruntime can do.
+
+    Args:
+        model: The model; its inputs of known shapes are fed with numbers between ½ and 1.
+        optimize: Whether onnxruntime optimizes it.
+        written: A file for the optimized model.
+
+    Returns:
+        The outputs; None if onnxruntime does not load or run it, for example for want of a kernel.
+    """
     import onnxruntime  # only here: this module belongs to a part that runs nothing
 
-    proto = onnx.parser.parse_model(
-        f"""<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]> probe {text}"""
-    )
     rng = np.random.default_rng(0)
     feeds = {
         value.name: rng.uniform(
             0.5, 1, [dim.dim_value for dim in value.type.tensor_type.shape.dim]
         ).astype(np.float32)
-        for value in proto.graph.input
+        for value in model.graph.input
     }
-    levels = onnxruntime.GraphOptimizationLevel
-    found = []
-    for level in (levels.ORT_DISABLE_ALL, levels.ORT_ENABLE_ALL):
-        options, run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
-        options.log_severity_level = run_options.log_severity_level = 4
-        options.intra_op_num_threads = 1
-        options.graph_optimization_level = level
-        try:
-            session = onnxruntime.InferenceSession(
-                proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
-            found += session.run(None, feeds, run_options)
-        except Exception:  # onnxruntime's classes have no common base class
-            return True
-    # Far above rounding, and below what each of these models is wrong by.
-    return not all(np.allclose(found[0], each, rtol=0.1) for each in found)
+    options, run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
+    options.log_severity_level = run_options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.optimized_model_filepath = written
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        found: list[Array] = session.run(None, feeds, run_options)
+    except Exception:  # onnxruntime's classes have no common base class
+        return None
+    return found
 
 
 # ---------------------------------------------------------------------------- forms of nodes
@@ -163,8 +189,8 @@ def avoid(graph: ir.Graph, names: Names | None = None) -> None:
     for node, matrix, perm in products:
         _put_vector_first(node, matrix, perm, names)
     for node, index, value in convolutions:
-        tape = Tape(cast(ir.Graph, node.graph), before=node, names=names)
-        same = op.Reshape(tape.tensor(value), [0] * _rank(value) if index == 1 else [-1])
+        tape = tape_before(node, names)
+        same = op.Reshape(tape.tensor(value), [0] * (rank_of(value) or 0) if index == 1 else [-1])
         node.replace_input_with(index, same.with_shape_of(tape.tensor(value)).value)
 
 
@@ -192,8 +218,8 @@ def _products_with_vectors(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value,
         if node.op_type != "MatMul" or node.domain:
             continue
         matrix, vector = node.inputs
-        rank = _rank(matrix)
-        if matrix is None or rank < 2 or _rank(vector) != 1 or producer_of(matrix) is None:
+        rank = rank_of(matrix) or 0
+        if matrix is None or rank < 2 or rank_of(vector) != 1 or producer_of(matrix) is None:
             continue
         if producer_of(matrix, "Constant") is None:
             yield node, matrix, [*range(rank - 2), rank - 1, rank - 2]
@@ -201,17 +227,11 @@ def _products_with_vectors(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value,
 
 def _put_vector_first(node: ir.Node, matrix: ir.Value, perm: list[int], names: Names) -> None:
     before = producer_of(matrix, "Transpose")
-    if before is not None and before.attributes.get_ints("perm", [1, 0]) == perm:
+    if before is not None and permutation_of(before) == tuple(perm):
         factor, perm = before.inputs[0], []
     else:
-        name = names.unique(f"{node.name or node.op_type}/Transpose")
-        transpose = ir.Node("", "Transpose", [matrix], [ir.AttrInt64s("perm", perm)], name=name)
-        factor = transpose.outputs[0]
-        factor.name, factor.type = names.unique(f"{name}_output"), matrix.type
-        if matrix.shape is not None:
-            factor.shape = ir.Shape([matrix.shape[axis] for axis in perm])
-        assert node.graph is not None
-        node.graph.insert_before(node, [transpose])
+        tape = tape_before(node, names)
+        factor = op.Transpose(tape.tensor(matrix), perm=perm).value
     vector = node.inputs[1]
     node.replace_input_with(0, vector)
     node.replace_input_with(1, factor)
@@ -256,10 +276,6 @@ def _write(proto: onnx.GraphProto, changed: dict[str | None, ir.Node]) -> list[s
             added.append(factor.name)
         node.input[:] = [node.input[1], factor.name]
     return added
-
-
-def _rank(value: ir.Value | None) -> int:
-    return 0 if value is None or value.shape is None else len(value.shape)
 
 
 def pad_axes(
@@ -331,7 +347,7 @@ def without_integers(graph: ir.Graph) -> set[str]:
     """
     found = set()
     for node in all_nodes(graph):
-        is_product = (node.domain, node.op_type) == ("com.microsoft", "MatMulNBits")
+        is_product = (node.domain, node.op_type) == (MICROSOFT, "MatMulNBits")
         if is_product and node.attributes.get_int("accuracy_level", 0) == _EIGHT_BITS:
             scales = node.inputs[2]
             if scales is None or scales.dtype != ir.DataType.FLOAT or not _is_constant(scales):
@@ -348,22 +364,14 @@ def _dequantize_to_float32(node: ir.Node, names: Names) -> None:
         return
     if scales.dtype != ir.DataType.FLOAT16 or "output_dtype" in node.attributes:
         return
-    wide, narrow = (
-        ir.Node("", "Cast", [value], [ir.AttrInt64("to", kind.value)], name=names.unique("Cast"))
-        for value, kind in ((scales, ir.DataType.FLOAT), (old, ir.DataType.FLOAT16))
-    )
-    new = narrow.outputs[0]
-    new.type, new.shape = old.type, old.shape
-    old.replace_all_uses_with(new)
-    narrow.replace_input_with(0, old)
-    old.type = wide.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    wide.outputs[0].shape = scales.shape
-    for made in (wide, narrow):
-        made.outputs[0].name = names.unique(f"{made.name}_output")
-    node.replace_input_with(1, wide.outputs[0])
-    assert isinstance(node.graph, ir.Graph)
-    node.graph.insert_before(node, [wide])
-    node.graph.insert_after(node, [narrow])
+    tape, readers = tape_before(node, names), list(old.uses())
+    wide = op.Cast(tape.tensor(scales), to=ir.DataType.FLOAT)
+    node.replace_input_with(1, wide.value)
+    old.type = wide.value.type
+    tape.before = node_after(node)
+    narrow = op.Cast(tape.tensor(old), to=ir.DataType.FLOAT16)
+    for reader, index in readers:
+        reader.replace_input_with(index, narrow.value)
 
 
 def _is_constant(value: ir.Value) -> bool:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from ortops.errors import ModelError
 from ortops.graph.edit import all_nodes, inner_graphs
 from ortops.graph.files.external import move_aside
-from ortops.graph.files.messages import external_to_inputs
+from ortops.graph.files.messages import MICROSOFT, external_to_inputs
 from ortops.graph.files.serialization import is_map
 from ortops.graph.pooled_sizes import is_miscounted, without_ceil_mode
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op, shape_of
@@ -38,7 +38,7 @@ _NOT_INFERRED = {
 The values are the output type, or None for the type of the first input.
 """
 
-_TOKENIZER = ("com.microsoft", "Tokenizer")
+_TOKENIZER = (MICROSOFT, "Tokenizer")
 """An operator that adds an axis of unknown size, and that onnx does not infer."""
 
 _OF_MAPS = ("CastMap", "DictVectorizer")
@@ -204,40 +204,24 @@ def infer_shapes(model: ir.Model) -> None:
 
     Unlike onnx's shape inference, it passes types and shapes of outer values to subgraphs.
     """
+    hidden: dict[ir.Node, tuple[str, str]] = {}
     for node in all_nodes(model.graph):
-        if node.domain == "" and node.op_type == "STFT" and "onesided" not in node.attributes:
+        name = (node.domain, node.op_type)
+        if name == ("", "STFT") and "onesided" not in node.attributes:
             node.attributes.add(ir.AttrInt64("onesided", 1))  # onnx infers with a wrong default
-    unknown = {
-        node: name
-        for node in all_nodes(model.graph)
-        if (name := (node.domain, node.op_type)) in _NOT_INFERRED
-    }
-    for node, name in unknown.items():  # temporarily an operator that infers the same shape
-        dtype = _NOT_INFERRED[name]
-        node.domain, node.op_type = "", "Identity" if dtype is None else "Cast"
-        if dtype is not None:
-            node.attributes.add(ir.AttrInt64("to", dtype))
-    for node in all_nodes(model.graph):
-        encoded = _encoded_type(node)
-        if encoded is not None:
-            unknown[node] = (node.domain, node.op_type)
-            node.domain, node.op_type = "", "Cast"
-            node.attributes.add(ir.AttrInt64("to", encoded))
-        if (node.domain, node.op_type) == _TOKENIZER:
-            unknown[node] = _TOKENIZER
-            node.domain, node.op_type = "", "StringSplit"  # adds an axis, too, but has two outputs
+        disguise = _disguise(node)
+        if disguise is not None:
+            hidden[node] = name
+            node.domain, node.op_type, dtype = disguise
+            if dtype is not None:
+                node.attributes.add(ir.AttrInt64("to", dtype))
+        if name == _TOKENIZER:
             node.resize_outputs(2)
             node.outputs[1].name = Names(model.graph).unique("counts")
-        if node.domain == _ML and node.op_type in _OF_MAPS:
-            unknown[node] = (_ML, node.op_type)
-            node.op_type = "Hidden"
-        if (node.domain, node.op_type) == ("", "Slice") and _may_go_backwards(node):
-            unknown[node] = ("", "Slice")  # onnx aborts the process where the axis is empty
-            node.op_type = "Hidden"
     try:
         _infer_with_pools(model)
     finally:
-        for node, name in unknown.items():
+        for node, name in hidden.items():
             if name == _TOKENIZER:
                 node.resize_outputs(1)
             node.domain, node.op_type = name
@@ -250,6 +234,24 @@ def infer_shapes(model: ir.Model) -> None:
         for value in node.outputs:
             if isinstance(value.type, ir.SequenceType) and not value.is_graph_output():
                 value.shape = None
+
+
+def _disguise(node: ir.Node) -> tuple[str, str, ir.DataType | None] | None:
+    """Returns the domain and operator that a node has during inference, and what it is cast to.
+
+    Returns:
+        None for a node that onnx infers as it is.
+    """
+    name = (node.domain, node.op_type)
+    dtype = _NOT_INFERRED.get(name) or _encoded_type(node)
+    if name in _NOT_INFERRED or dtype is not None:  # an operator that infers the same shape
+        return "", "Identity" if dtype is None else "Cast", dtype
+    if name == _TOKENIZER:
+        return "", "StringSplit", None  # adds an axis, too, but has two outputs
+    if name[0] == _ML and node.op_type in _OF_MAPS:
+        return _ML, "Hidden", None
+    # onnx aborts the process where the axis is empty.
+    return ("", "Hidden", None) if name == ("", "Slice") and _may_go_backwards(node) else None
 
 
 def _encoded_type(node: ir.Node) -> ir.DataType | None:

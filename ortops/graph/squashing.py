@@ -6,7 +6,7 @@ Shipped classifiers output probabilities. A loss on logits would apply the funct
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -14,24 +14,26 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops._common.numbers import Array
+from ortops.graph.choices import CHOOSING, chosen_axes, chosen_indices, constant_integers
 from ortops.graph.edit import (
     MOVES,
     Steps,
     attribute_values,
     inner_graphs,
     is_float,
+    permutation_of,
     producer_of,
     unrolled,
 )
-from ortops.graph.tensor import constant_tensor
+from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.matching import Behind, Form, Found, Search, Variable, adds_axes, form
+from ortops.graph.tensor import constant_number, constant_tensor
 
 Kind: TypeAlias = Literal["softmax", "log_softmax", "sigmoid", "complement", "probabilities"]
 
 _ML = "ai.onnx.ml"
-_MICROSOFT = "com.microsoft"
 
 _KEEPING = frozenset({"Cast", "Identity"})
-_CHOOSING = frozenset({"Gather", "Slice", "Split"})
 _SHRINKING = frozenset({"Max", "Min", "Mul"})
 _BOUNDED = frozenset(
     {"Clip", "Erf", "Exp", "HardSigmoid", "LogSoftmax", "Sigmoid", "Softmax", "Softsign", "Tanh"}
@@ -119,9 +121,7 @@ def _search(value: ir.Value, known: _Known) -> Steps[Squashed | None]:
         if _passes_on(node):
             path.insert(0, Move(node, _first(node), value))
             value = _first(node)
-        elif (exact := _before_rounding(node) or _before_limits(node)) is not None and (
-            _has_rank_of(exact, value)
-        ):
+        elif (exact := _before_rounding(node) or _before_limits(node)) is not None:
             value = exact
         elif (branch := _chosen_branch(node, path)) is not None:
             if not _drop_choice(path, branch, node):
@@ -129,13 +129,13 @@ def _search(value: ir.Value, known: _Known) -> Steps[Squashed | None]:
             value = branch
         else:
             break
-    if node is None or node.domain not in ("", _ML, _MICROSOFT):
+    if node is None or node.domain not in ("", _ML, MICROSOFT):
         return None
-    for recognize in (_softmax, _log_softmax, _sigmoid, _complement):
-        found = recognize(node)
-        if found is not None and _has_rank_of(found[1], node.outputs[0]):
-            kind, logits, axis = found
-            chosen = any(move.node.op_type in _CHOOSING for move in path)
+    for kind, pattern in _FORMS.items():
+        found = _is_one_of(node.outputs[0], pattern)
+        if found is not None:
+            logits, axis = found[_X], _axis_of(kind, found)
+            chosen = any(move.node.op_type in CHOOSING for move in path)
             opposite = None if chosen or kind != "sigmoid" else _opposite_axis(logits)
             axis = axis if opposite is None else opposite
             moved = _moved_axis(axis, path)
@@ -192,9 +192,6 @@ def may_be_bounded(value: ir.Value) -> bool:
     return False
 
 
-_Found: TypeAlias = tuple[Kind, ir.Value, int | None]
-
-
 def _joined(node: ir.Node, path: Sequence[Move], known: _Known) -> Steps[Squashed | None]:
     """Recognizes the concatenation of results of one kind, whose logits can be concatenated."""
     if node.op_type != "Concat" or node.domain:
@@ -242,17 +239,16 @@ def _chosen_branch(node: ir.Node, path: Sequence[Move]) -> ir.Value | None:
     if chosen is None or shape is None:
         return None
     axis = attribute_values(node)["axis"] % len(shape)
-    size = shape[axis]
     result = next(move.result for move in path if move.node is chosen)
-    bounds = _chosen_range(chosen, result, axis, size if isinstance(size, int) else None)
-    if bounds is None:
+    indices = chosen_indices(chosen, result, axis)
+    if not indices:
         return None
     low = 0
     for value in node.inputs:
         part = None if value is None or value.shape is None else value.shape[axis]
         if value is None or not isinstance(part, int):
             return None
-        if low <= bounds[0] and bounds[1] < low + part:
+        if low <= min(indices) and max(indices) < low + part:
             return value
         low += part
     return None
@@ -264,61 +260,13 @@ def _drop_choice(path: list[Move], branch: ir.Value, concat: ir.Node) -> bool:
     node, _, result = path[place]
     rank = len(branch.shape or ())
     axis = attribute_values(concat)["axis"] % rank
-    is_split = node.op_type == "Split"
-    if not is_split and (node.op_type != "Slice" or _slice_axes(node) != [axis]):
+    indices = chosen_indices(node, result, axis)
+    if chosen_axes(node) != [axis] or not isinstance(indices, range) or indices.step != 1:
         return False
-    steps = _integers(node.inputs[4]) if not is_split and len(node.inputs) > 4 else [1]
-    if steps != [1] or result.shape is None or result.shape[axis] != (branch.shape or ())[axis]:
+    if result.shape is None or result.shape[axis] != (branch.shape or ())[axis]:
         return False
     path.pop(place)
     return True
-
-
-def _chosen_range(
-    node: ir.Node, result: ir.Value, axis: int, size: int | None
-) -> tuple[int, int] | None:
-    """Returns the first and the last index that a node chooses on an axis; None if unknown."""
-    rank = len(_first(node).shape or ())
-    match node.op_type:
-        case "Gather" if attribute_values(node).get("axis", 0) % rank == axis:
-            chosen = _integers(node.inputs[1])
-        case "Split" if attribute_values(node).get("axis", 0) % rank == axis and size is not None:
-            given = _integers(node.inputs[1]) if len(node.inputs) > 1 else None
-            count = len(node.outputs)
-            sizes = given if given is not None else [-(-size // count)] * count
-            place = list(node.outputs).index(result)
-            low = sum(sizes[:place])
-            chosen = [low, min(low + sizes[place], size) - 1]
-        case "Slice" if size is not None and axis in (_slice_axes(node) or ()):
-            place = (_slice_axes(node) or []).index(axis)
-            starts, ends = _integers(node.inputs[1]), _integers(node.inputs[2])
-            steps = _integers(node.inputs[4]) if len(node.inputs) > 4 else None
-            if starts is None or ends is None or (len(node.inputs) > 4 and steps is None):
-                return None
-            step = 1 if steps is None else steps[place]
-            chosen = list(range(size)[starts[place] : ends[place] : step])
-        case _:
-            return None
-    if not chosen or (size is None and min(chosen) < 0):
-        return None
-    places = [each % size if size else each for each in chosen]
-    return min(places), max(places)
-
-
-def _slice_axes(node: ir.Node) -> list[int] | None:
-    """Returns the axes that a Slice changes; None if they are unknown."""
-    rank = len(_first(node).shape or ())
-    if len(node.inputs) < 4 or node.inputs[3] is None:
-        starts = _integers(node.inputs[1])
-        return None if starts is None else list(range(len(starts)))
-    axes = _integers(node.inputs[3])
-    return None if axes is None or not rank else [axis % rank for axis in axes]
-
-
-def _integers(value: ir.Value | None) -> list[int] | None:
-    """Returns the elements of a constant."""
-    tensor = None if value is None else constant_tensor(value)
-    return None if tensor is None else [int(each) for each in tensor.numpy().reshape(-1)]
 
 
 def _moved_axis(axis: int | None, path: Sequence[Move]) -> int | None:
@@ -336,19 +284,13 @@ def _moved_axis(axis: int | None, path: Sequence[Move]) -> int | None:
             return None
         before, after = list(source.shape), list(result.shape)
         axis %= len(before)
-        values = attribute_values(node)
         match node.op_type:
             case "Transpose":
-                axis = list(values.get("perm") or range(len(before))[::-1]).index(axis)
-            case "Slice":
-                changed = _slice_axes(node)
-                axis = None if changed is None or axis in changed else axis
-            case "Split" | "Concat":
-                axis = None if values.get("axis", 0) % len(before) == axis else axis
-            case "Gather":
-                place = values.get("axis", 0) % len(before)
-                later = len(after) - len(before) if axis > place else 0
-                axis = None if axis == place else axis + later
+                axis = (permutation_of(node) or ()).index(axis)
+            case "Gather" | "Slice" | "Split" | "Concat":
+                changed = chosen_axes(node)
+                later = len(after) - len(before) if changed and axis > changed[0] else 0
+                axis = None if changed is None or axis in changed else axis + later
             case _:
                 axis = _reshaped_axis(before, after, axis)
     return axis
@@ -373,8 +315,77 @@ def _are_as_many(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     return numbers[0] == numbers[1] and symbols[0] == symbols[1] and "None" not in symbols[0]
 
 
+# ---------------------------------------------------------------------------------------- forms
+
+_X, _P, _ANY, _MORE = (Variable(what) for what in ("the logits", "p", "a tensor", "a tensor"))
+
+
+def _unmoved(value: ir.Value) -> ir.Value | None:
+    """Returns the value before a node that only moves elements."""
+    node = producer_of(value, *MOVES)
+    return None if node is None else node.inputs[0]
+
+
+def _unlimited(value: ir.Value) -> ir.Value | None:
+    node = producer_of(value)
+    return None if node is None else _before_limits(node)
+
+
+def _logistic(exponent: Form) -> Form:
+    """Returns the form of 1 / (1 + eˣ)."""
+    total = 1 + form.Exp(exponent)
+    return 1 / total | form.Reciprocal(total)
+
+
+def _is_one_of(value: ir.Value, pattern: Form) -> Found | None:
+    """Returns how a value has a form; None if it has another one."""
+    return next(iter(Search(pattern, value, removing=False)), None)
+
+
+_SHIFTED = _X - form.ReduceMax(_X, ...) | _X
+_EXP = form.Exp(_SHIFTED)
+_TOTAL = form.ReduceSum(_EXP, ...)
+_LOG_TOTAL = form.ReduceLogSumExp(_X, ...)
+# Behind nodes that restore the axis.
+_NORM, _LOG_NORM = Behind(form.Log(_TOTAL), _unmoved), Behind(_LOG_TOTAL, _unmoved)
+_LOG_FUNCTION, _FUNCTION = form.LogSoftmax(_X), form.Softmax(_X)
+_DIFFERENCE = _LOG_FUNCTION | _X - _LOG_NORM | _SHIFTED - _NORM
+_SOFTMAX = _FUNCTION | form.Exp(_DIFFERENCE) | _EXP / _TOTAL
+_LOG_SOFTMAX = _DIFFERENCE | form.Log(Behind(_SOFTMAX, _unlimited))
+_SIGMOID = form.Sigmoid(_X) | _logistic(-_X)
+_COMPLEMENT = form.Concat(1 - _SIGMOID, _SIGMOID) | form.Concat(_SIGMOID, 1 - _SIGMOID)
+
+_FORMS: Mapping[Kind, Form] = {
+    "softmax": _SOFTMAX,
+    "log_softmax": _LOG_SOFTMAX,
+    "sigmoid": _SIGMOID,
+    "complement": _COMPLEMENT,
+}
+
+_INVERSE = 1 / _P | form.Reciprocal(_P)
+_LOGISTIC = _logistic(_P)
+_SUM = form.ReduceSum(_P, ...) | form.ReduceL1(_P, ...)
+# Also with small numbers added to avoid division by zero.
+_SHARE = _P / Behind(_SUM, _unmoved) | (_P + _ANY) / (_SUM + _MORE)
+_PAIR = form.Concat(1 - _P, _P) | form.Concat(_P, 1 - _P)
+
+
+def _axis_of(kind: Kind, found: Found) -> int | None:
+    """Returns the axis over which a function normalizes."""
+    if kind == "complement":
+        axis: int = attribute_values(found.node(_COMPLEMENT))["axis"]
+        return axis
+    for each in (_FUNCTION, _LOG_FUNCTION):
+        if each in found:
+            return found.node(each).attributes.get_int("axis", -1)
+    for total, norm in ((_LOG_TOTAL, _LOG_NORM), (_TOTAL, _NORM)):
+        if total in found:
+            return _reduced_axis(found.node(total), found.values.get(norm))
+    return None
+
+
 def _passes_on(node: ir.Node) -> bool:
-    if node.domain or node.op_type not in _KEEPING | MOVES | _CHOOSING:
+    if node.domain or node.op_type not in _KEEPING | MOVES | CHOOSING:
         return False
     source = node.inputs[0]
     return source is not None and is_float(source)
@@ -394,86 +405,13 @@ def _before_limits(node: ir.Node) -> ir.Value | None:
     """Returns the input of a node that only keeps values away from 0 or 1, such as a Clip."""
     if node.domain or node.op_type not in ("Add", "Clip", "Max", "Min") or len(node.inputs) < 2:
         return None
-    tensors = [None if each is None else constant_tensor(each) for each in node.inputs[1:]]
-    numbers = [float(t.numpy().reshape(())) for t in tensors if t is not None and t.size == 1]
-    if len(numbers) != sum(each is not None for each in node.inputs[1:]):
+    limits = [each for each in node.inputs[1:] if each is not None]
+    numbers = [constant_number(each) for each in limits]
+    if None in numbers or any(adds_axes(each, node.inputs[0]) for each in limits):
         return None
     ends = {"Clip": (0.0, 1.0), "Min": (1.0,)}.get(node.op_type, (0.0,))
-    near = (any(abs(number - end) < 0.01 for end in ends) for number in numbers)
+    near = (any(abs((number or 0) - end) < 0.01 for end in ends) for number in numbers)
     return _first(node) if all(near) else None
-
-
-def _softmax(node: ir.Node) -> _Found | None:
-    """Recognizes Softmax, exp(x) / Σ exp(x), and Exp of LogSoftmax."""
-    if node.op_type == "Softmax":
-        return "softmax", _first(node), attribute_values(node).get("axis", -1)
-    if node.op_type == "Exp":
-        inner = producer_of(node.inputs[0], "LogSoftmax", "Sub")
-        found = None if inner is None else _log_softmax(inner)
-        return None if found is None else ("softmax", *found[1:])
-    if node.op_type != "Div":
-        return None
-    above, below = producer_of(node.inputs[0], "Exp"), producer_of(node.inputs[1], "ReduceSum")
-    if above is None or below is None or below.inputs[0] is not above.outputs[0]:
-        return None
-    return "softmax", _shifted(_first(above)), _reduced_axis(below)
-
-
-def _log_softmax(node: ir.Node) -> _Found | None:
-    """Recognizes LogSoftmax, Log of Softmax, and x − log Σ exp(x)."""
-    if node.op_type == "LogSoftmax":
-        return "log_softmax", _first(node), attribute_values(node).get("axis", -1)
-    if node.op_type == "Log":
-        inner = producer_of(node.inputs[0])
-        limited = None if inner is None else _before_limits(inner)
-        inner = inner if limited is None else producer_of(limited)
-        found = None if inner is None else _softmax(inner)
-        return None if found is None else ("log_softmax", *found[1:])
-    if node.op_type != "Sub":
-        return None
-    logits, norm = _first(node), _source(node.inputs[1])  # behind nodes that restore the axis
-    reduced = producer_of(norm, "ReduceLogSumExp")
-    if reduced is not None and reduced.inputs[0] is logits:
-        return "log_softmax", logits, _reduced_axis(reduced, node.inputs[1])
-    total = producer_of(_input_of(producer_of(norm, "Log")), "ReduceSum")
-    exp = producer_of(_input_of(total), "Exp")
-    if total is None or exp is None or exp.inputs[0] is not logits:
-        return None
-    return "log_softmax", _shifted(logits), _reduced_axis(total, node.inputs[1])
-
-
-def _sigmoid(node: ir.Node) -> _Found | None:
-    """Recognizes Sigmoid and 1 / (1 + exp(−x))."""
-    if node.op_type == "Sigmoid":
-        return "sigmoid", _first(node), None
-    negative = producer_of(_input_of(_exp_plus_one(_inverted(node))), "Neg")
-    return None if negative is None else ("sigmoid", _first(negative), None)
-
-
-def _inverted(node: ir.Node) -> ir.Value | None:
-    """Returns x for 1 / x, or None."""
-    if node.op_type == "Div" and _is_number(node.inputs[0], 1):
-        return node.inputs[1]
-    return node.inputs[0] if node.op_type == "Reciprocal" else None
-
-
-def _exp_plus_one(value: ir.Value | None) -> ir.Node | None:
-    """Returns the node Exp(x) if a value is 1 + exp(x), as in a Sigmoid of −x."""
-    total = producer_of(value, "Add")
-    rest = [] if total is None else [each for each in total.inputs if not _is_number(each, 1)]
-    return producer_of(rest[0], "Exp") if len(rest) == 1 else None
-
-
-def _complement(node: ir.Node) -> _Found | None:
-    """Recognizes the concatenation of 1 − p and p, for the Sigmoid p."""
-    if node.op_type != "Concat" or not _is_complement(node):
-        return None
-    for value in node.inputs:
-        found = producer_of(value)
-        inner = None if found is None else _sigmoid(found)
-        if inner is not None:
-            return "complement", inner[1], attribute_values(node)["axis"]
-    return None
 
 
 def _opposite_axis(logits: ir.Value) -> int | None:
@@ -524,14 +462,6 @@ def _array(value: ir.Value | None) -> Array | None:
     return array.T if turns % 2 else array
 
 
-def _has_rank_of(value: ir.Value, other: ir.Value) -> bool:
-    """Whether two values have equally many axes, as far as is known.
-
-    A number of shape [1, 1, 1] adds axes to a matrix.
-    """
-    return value.shape is None or other.shape is None or len(value.shape) == len(other.shape)
-
-
 def _is_normalizer(node: ir.Node) -> bool:
     """Whether a node divides rows by their sums."""
     if (node.domain, node.op_type) != (_ML, "Normalizer"):
@@ -553,7 +483,8 @@ def _holds_probabilities(node: ir.Node, value: ir.Value, known: _Known) -> Steps
         return _is_normalizer(node) or _is_classifier(node)
     match node.op_type:
         case "Concat":
-            return _is_complement(node) or (yield _are_squashed(node.inputs, known))
+            is_pair = _is_one_of(value, _PAIR) is not None
+            return is_pair or (yield _are_squashed(node.inputs, known))
         case "If":
             index = node.outputs.index(value)
             ends = [graph.outputs[index] for graph in inner_graphs(node)]
@@ -565,17 +496,20 @@ def _holds_probabilities(node: ir.Node, value: ir.Value, known: _Known) -> Steps
             return source is not None and source.op_type in ("QLinearSoftmax", "QLinearSigmoid")
         case "HardSigmoid":
             return True
-        case "Reciprocal" | "Div" if _inverted(node) is not None:
-            return _exp_plus_one(_inverted(node)) is not None
+        case "Reciprocal" | "Div" if _is_one_of(value, _INVERSE) is not None:
+            return _is_one_of(value, _LOGISTIC) is not None
         case "Div":
-            return _is_divided_by_sum(node) or (yield _is_average(node, known))
+            is_share = _is_one_of(value, _SHARE) is not None
+            return is_share or (yield _is_average(node, known))
         case "Mul" | "Mean" if (yield _is_average(node, known)):
             return True
         case op_type if op_type in _SHRINKING:
             others = [each for each in node.inputs if not _is_share(each)]
             return bool(others) and (yield _are_squashed(others, known))
         case "Sub":
-            return _is_number(node.inputs[0], 1) and (yield _are_squashed(node.inputs[1:], known))
+            return _is_one_of(value, 1 - _P) is not None and (
+                yield _are_squashed(node.inputs[1:], known)
+            )
         case op_type:
             averages = op_type in _AVERAGING | {"Sqrt"}
             return averages and bool((yield _are_squashed(node.inputs[:1], known)))
@@ -589,28 +523,14 @@ def _are_squashed(values: Iterable[ir.Value | None], known: _Known) -> Steps[boo
     return True
 
 
-def _is_divided_by_sum(node: ir.Node) -> bool:
-    """Whether a Div is x / Σ x, also with small numbers added to avoid division by zero."""
-    above = _first(node)
-    below, guarded = producer_of(node.inputs[1], "Add"), producer_of(above, "Add")
-    if below is not None and guarded is not None:
-        return any(_is_sum(producer_of(value), guarded.inputs) for value in below.inputs)
-    return _is_sum(producer_of(_source(node.inputs[1])), [above])
-
-
 def _is_average(node: ir.Node, known: _Known) -> Steps[bool]:
     """Whether a node computes the mean of probabilities, also as a sum of n, divided by n."""
     if node.op_type == "Mean":
         return bool((yield _are_squashed(node.inputs, known)))
     for total, other in (tuple(node.inputs), tuple(reversed(node.inputs))):
-        number = None if other is None else constant_tensor(other)
-        if (
-            number is None
-            or number.size != 1
-            or (node.op_type == "Div" and total is not node.inputs[0])
-        ):
+        factor = None if other is None else constant_number(other)
+        if factor is None or (node.op_type == "Div" and total is not node.inputs[0]):
             continue
-        factor = float(number.numpy().reshape(()))
         summands = _summands(total)
         count = factor if node.op_type == "Div" else 1 / factor if factor else 0.0
         if len(summands) > 1 and math.isclose(count, len(summands), rel_tol=1e-3):
@@ -631,37 +551,12 @@ def _summands(total: ir.Value | None) -> list[ir.Value | None]:
     return found
 
 
-def _is_sum(node: ir.Node | None, of: Sequence[ir.Value | None]) -> bool:
-    return node is not None and node.op_type in ("ReduceSum", "ReduceL1") and node.inputs[0] in of
-
-
-def _is_complement(node: ir.Node) -> bool:
-    """Whether a Concat has the inputs 1 − p and p."""
-    if len(node.inputs) != 2:
-        return False
-    for one, other in (tuple(node.inputs), tuple(reversed(node.inputs))):
-        rest = producer_of(one, "Sub")
-        if rest is not None and _is_number(rest.inputs[0], 1):
-            return rest.inputs[1] is other
-    return False
-
-
-def _shifted(value: ir.Value) -> ir.Value:
-    """Returns x for x − max(x), and any other value unchanged."""
-    node = producer_of(value, "Sub")
-    if node is None:
-        return value
-    largest = producer_of(node.inputs[1], "ReduceMax")
-    return _first(node) if _input_of(largest) is node.inputs[0] else value
-
-
 def _reduced_axis(node: ir.Node, result: ir.Value | None = None) -> int | None:
     """Returns the single axis that a node reduces, if it has size 1 in the result."""
-    axes = node.inputs[1] if len(node.inputs) > 1 else None
-    tensor = None if axes is None else constant_tensor(axes)
-    if tensor is None or tensor.size != 1:
+    axes = constant_integers(node.inputs[1]) if len(node.inputs) > 1 else None
+    if axes is None or len(axes) != 1:
         return None
-    axis = int(tensor.numpy().reshape(()))
+    (axis,) = axes
     if attribute_values(node).get("keepdims", 1):
         return axis
     before = _first(node).shape
@@ -681,13 +576,6 @@ def _input_of(node: ir.Node | None) -> ir.Value | None:
     return None if node is None else node.inputs[0]
 
 
-def _source(value: ir.Value | None) -> ir.Value | None:
-    """Returns the value before nodes that only move elements."""
-    while (node := producer_of(value, *MOVES)) is not None:
-        value = node.inputs[0]
-    return value
-
-
 def _is_share(value: ir.Value | None) -> bool:
     """Whether a value is a constant between 0 and 1."""
     tensor = None if value is None else constant_tensor(value)
@@ -695,8 +583,3 @@ def _is_share(value: ir.Value | None) -> bool:
         return False
     array = tensor.numpy()
     return bool(np.all((array >= 0) & (array <= 1)))
-
-
-def _is_number(value: ir.Value | None, number: float) -> bool:
-    tensor = None if value is None else constant_tensor(value)
-    return tensor is not None and tensor.size == 1 and bool(np.all(tensor.numpy() == number))

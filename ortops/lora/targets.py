@@ -13,10 +13,9 @@ from ortops._common.notes import say_note
 from ortops.engine.building.parameters import ScopeNames, matches, names_in, scopes_of, why_not
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph.edit import all_nodes, describe
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.layer_names import plain, standard
 from ortops.lora.fused import part_columns
-
-_MICROSOFT = "com.microsoft"
 
 _ALL_LINEAR = "all-linear"
 
@@ -238,7 +237,7 @@ def _output_modules(work: ir.Model, everything: Sequence[Target]) -> set[str]:
         node = value.producer()
         if node is None or node in by_node:
             return found if node is None else found | {by_node[node]}
-        if node.op_type not in _AFTER_OUTPUT_LAYER or node.domain not in ("", _MICROSOFT):
+        if node.op_type not in _AFTER_OUTPUT_LAYER or node.domain not in ("", MICROSOFT):
             return found
         read = [v for v in node.inputs if v is not None]
         computed = [v for v in read if ir.convenience.get_const_tensor(v) is None]
@@ -272,7 +271,7 @@ def steps_to_weight(value: ir.Value | None) -> tuple[ir.Value, list[ir.Node]] | 
         ):
             if not _is_quantized_table(value):
                 return None
-        elif node.op_type not in _MOVING or node.domain not in ("", _MICROSOFT):
+        elif node.op_type not in _MOVING or node.domain not in ("", MICROSOFT):
             return None
         steps.append(node)
         value = node.inputs[0]
@@ -285,7 +284,7 @@ def _is_quantized_table(value: ir.Value) -> bool:
 
 def _target(node: ir.Node) -> Target | None:
     kind = node.op_type
-    if node.domain not in ("", _MICROSOFT) or kind not in (*_INDICES, *_REFUSED):
+    if node.domain not in ("", MICROSOFT) or kind not in (*_INDICES, *_REFUSED):
         return None
     index = _INDICES.get(kind, _REFUSED.get(kind, 1))
     found = steps_to_weight(node.inputs[index]) if index < len(node.inputs) else None

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.autodiff.gradient_node import GRADIENT_DOMAINS
-from ortops.graph.edit import all_nodes, copy_node, describe, inner_graphs
+from ortops.graph.edit import all_nodes, copy_node, describe, inner_graphs, rename_within
 from ortops.graph.files.external import Reference
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.shapes import infer_shapes, may_be_equal
@@ -68,7 +68,7 @@ def put_teacher(tape: Tape, model: ModelLike, find: Callable[[str], Tensor | Non
             copies[value] = _input(value, find)
     for node in list(graph):
         for inner in inner_graphs(node):
-            _rename(inner, tape)
+            rename_within(inner, tape.names, "teacher/")
         copy = copy_node(node, copies)
         for old, new in zip(node.outputs, copy.outputs, strict=True):
             if old.name:
@@ -111,15 +111,3 @@ def _input(value: ir.Value, find: Callable[[str], Tensor | None]) -> ir.Value:
             f"{found.value.dtype}{found.value.shape}; both must be the same"
         )
     return found.value
-
-
-def _rename(graph: ir.Graph, tape: Tape) -> None:
-    """Renames the values of a subgraph, so that they do not clash with the student's."""
-    for value in (*graph.inputs, *graph.initializers.values()):
-        value.name = tape.names.unique(f"teacher/{value.name}")
-    for node in graph:
-        for value in node.outputs:
-            if value.name:
-                value.name = tape.names.unique(f"teacher/{value.name}")
-        for inner in inner_graphs(node):
-            _rename(inner, tape)

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.graph.edit import ELEMENTWISE, describe, has_one_reader, inner_graphs, producer_of
+from ortops.graph.files.messages import MICROSOFT
 from ortops.surgery.channels import Axes, Channels, Labels
 from ortops.surgery.reading import constant, integers
 
@@ -91,7 +92,7 @@ def _shapes(channels: Channels, node: ir.Node) -> list[tuple[Axes, _Sizes]] | No
 
 
 @_rule(*sorted(ELEMENTWISE), "BitwiseAnd", "HardSwish", "Mod", "PRelu", "Shrink", "Swish")
-@_rule("BiasGelu", "FastGelu", "Gelu", "QuickGelu", domain="com.microsoft")
+@_rule("BiasGelu", "FastGelu", "Gelu", "QuickGelu", domain=MICROSOFT)
 def _elementwise(channels: Channels, node: ir.Node) -> None:
     shapes = _shapes(channels, node)
     if shapes is None:

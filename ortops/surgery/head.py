@@ -22,6 +22,7 @@ from ortops.graph.edit import (
 )
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.tensor import Names, Tape
 from ortops.surgery.reading import (
     Array,
@@ -333,7 +334,7 @@ class _Change:
                 raise self._refusal(node, "it looks up a class index")
             self._numbers.update(node.outputs)
             return
-        standard = node.domain in ("", "com.microsoft")
+        standard = node.domain in ("", MICROSOFT)
         if not carried or not standard or inner_graphs(node) or node.inputs[0] is None:
             raise self._refusal(node, "it reads the classes")
         kind, y = node.op_type, node.outputs[0]

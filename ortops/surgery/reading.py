@@ -15,6 +15,7 @@ from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.files import external, loading
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.shapes import infer_shapes
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -96,7 +97,7 @@ def _infer_ranks(graph: ir.Graph) -> bool:
         if not node.outputs or node.outputs[0].shape is not None or None in shapes:
             continue
         ranks = [len(shape) for shape in shapes if shape is not None]
-        if node.domain == "com.microsoft" and node.op_type in _LIKE_INPUTS:
+        if node.domain == MICROSOFT and node.op_type in _LIKE_INPUTS:
             node.outputs[0].shape = ir.Shape([None] * max(ranks))
             found = True
         elif node.op_type == "Reshape" and not node.domain and len(shapes) == 2:

@@ -23,9 +23,8 @@ from ortops.engine.building.fixed_values import is_fixed_kernel, is_geometric, m
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph.edit import ELEMENTWISE, all_nodes, describe, inner_graphs
 from ortops.graph.files.external import ends
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.tensor import constant_tensor
-
-_MICROSOFT = "com.microsoft"
 
 SETTINGS: Mapping[tuple[str, str], Collection[int]] = {
     (domain, operator): inputs
@@ -40,20 +39,20 @@ SETTINGS: Mapping[tuple[str, str], Collection[int]] = {
         ("", (3, 4), ("BatchNormalization",)),
         ("", (5,), ("GRU", "RNN")),
         ("", (5, 6), ("LSTM",)),
-        (_MICROSOFT, range(100), ("QLinearConcat",)),
-        (_MICROSOFT, (1, 2), ("DequantizeLinear", "QuantizeLinear")),
-        (_MICROSOFT, (1, 3), ("QLinearAveragePool", "QLinearGlobalAveragePool")),
-        (_MICROSOFT, (1, 3), ("QLinearLeakyRelu", "QLinearReduceMean")),
-        (_MICROSOFT, (1, 3), ("QLinearSigmoid", "QLinearSoftmax")),
-        (_MICROSOFT, (1, 4, 6), ("QLinearAdd", "QLinearConv", "QLinearMul")),
-        (_MICROSOFT, (1, 4, 7), ("QGemm",)),
-        (_MICROSOFT, (2,), ("DynamicQuantizeMatMul",)),
-        (_MICROSOFT, (2, 3), ("GatherBlockQuantized", "MatMulIntegerToFloat")),
-        (_MICROSOFT, (2, 3), ("MatMulNBits", "RotaryEmbedding")),
-        (_MICROSOFT, (2, 5, 7), ("QLinearWhere",)),
-        (_MICROSOFT, (3, 4), ("Attention", "QAttention")),
-        (_MICROSOFT, (5, 6, 8, 10), ("DynamicQuantizeLSTM",)),
-        (_MICROSOFT, (7, 8), ("GroupQueryAttention",)),
+        (MICROSOFT, range(100), ("QLinearConcat",)),
+        (MICROSOFT, (1, 2), ("DequantizeLinear", "QuantizeLinear")),
+        (MICROSOFT, (1, 3), ("QLinearAveragePool", "QLinearGlobalAveragePool")),
+        (MICROSOFT, (1, 3), ("QLinearLeakyRelu", "QLinearReduceMean")),
+        (MICROSOFT, (1, 3), ("QLinearSigmoid", "QLinearSoftmax")),
+        (MICROSOFT, (1, 4, 6), ("QLinearAdd", "QLinearConv", "QLinearMul")),
+        (MICROSOFT, (1, 4, 7), ("QGemm",)),
+        (MICROSOFT, (2,), ("DynamicQuantizeMatMul",)),
+        (MICROSOFT, (2, 3), ("GatherBlockQuantized", "MatMulIntegerToFloat")),
+        (MICROSOFT, (2, 3), ("MatMulNBits", "RotaryEmbedding")),
+        (MICROSOFT, (2, 5, 7), ("QLinearWhere",)),
+        (MICROSOFT, (3, 4), ("Attention", "QAttention")),
+        (MICROSOFT, (5, 6, 8, 10), ("DynamicQuantizeLSTM",)),
+        (MICROSOFT, (7, 8), ("GroupQueryAttention",)),
     )
     for operator in operators
 }
@@ -329,7 +328,7 @@ def _ends(value: ir.Value) -> Iterator[Reader | ir.Value]:
             inner = _inner_input(node, index)
             if inner is not None:
                 moved.append(inner)
-            elif index in _PASSING.get(node.op_type, ()) and node.domain in ("", _MICROSOFT):
+            elif index in _PASSING.get(node.op_type, ()) and node.domain in ("", MICROSOFT):
                 moved += node.outputs
             elif node.op_type not in ("Shape", "Size") or node.domain:
                 yield Reader(node, index)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError
 from ortops.graph.adapters import Adapter
-from ortops.graph.edit import ancestor_nodes, copy_node, inner_graphs, read_inputs
+from ortops.graph.edit import ancestor_nodes, copy_node, inner_graphs, read_inputs, rename_within
 from ortops.graph.tensor import Tape
 
 
@@ -62,18 +62,7 @@ def without_adapter(
         shown = {each: copies.get(each) or reveal(each) for each in inputs}
         copy = copy_node(node, shown)
         for graph in inner_graphs(copy):
-            _rename(graph, tape)
+            rename_within(graph, tape.names)
         tape.append(copy)
         copies.update(zip(node.outputs, copy.outputs, strict=True))
     return copies.get(value) or reveal(value)
-
-
-def _rename(graph: ir.Graph, tape: Tape) -> None:
-    """Renames the values of a copied sub-graph, as names are unique in a file."""
-    values = [*graph.inputs, *graph.initializers.values()]
-    values += [output for node in graph for output in node.outputs if output.name]
-    for value in values:
-        value.name = tape.names.unique(f"{value.name}")
-    for node in graph:
-        for inner in inner_graphs(node):
-            _rename(inner, tape)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
 
-from ortops.engine.composition.parts import Part, all_graphs, logger, read_parts
+from ortops.engine.composition.parts import Part, logger, read_parts
 from ortops.engine.composition.record import METADATA_KEY, Record, records_text
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.files.messages import graphs_within, names_within, rename_within
 from ortops.graph.tensor import Names
 
 Key: TypeAlias = tuple[str, str]
@@ -233,7 +234,7 @@ class _Naming:
         self._names = Names()
         self._table: dict[Key, str] = {}
         self._nodes: dict[Key, str] = {}
-        defined = {part.name: list(_defined(part.graph)) for part in parts}
+        defined = {part.name: list(names_within(part.graph)) for part in parts}
         owners: dict[str, set[Key]] = {}
         for name, values in defined.items():
             for value in values:
@@ -249,7 +250,7 @@ class _Naming:
                     self._table[name, value] = self._names.unique(f"{name}.{value}")
         taken = Names()
         for part in parts:
-            for graph in all_graphs(part.graph):
+            for graph in graphs_within(part.graph):
                 for node in graph.node:
                     if node.name and (part.name, node.name) not in self._nodes:
                         free = taken.is_free(node.name)
@@ -268,17 +269,6 @@ class _Naming:
     def unique(self, name: str) -> str:
         """Returns a new name."""
         return self._names.unique(name)
-
-
-def _defined(graph: onnx.GraphProto) -> Iterator[str]:
-    """Yields the names of all values of a graph and its subgraphs, some of them repeatedly."""
-    for each in all_graphs(graph):
-        yield from (value.name for value in (*each.input, *each.initializer, *each.output))
-        yield from (value.name for value in each.value_info)
-        for annotation in each.quantization_annotation:
-            yield annotation.tensor_name
-            yield from (entry.value for entry in annotation.quant_parameter_tensor_names)
-        yield from (name for node in each.node for name in (*node.input, *node.output) if name)
 
 
 @dataclass
@@ -392,7 +382,12 @@ class _Result:
         kept = [t for t in graph.initializer if not self._is_linked(part, t.name)]
         inputs = [v for v in graph.input if (part.name, v.name) not in self._connections]
         copied = [name for name in part.inputs if self._is_copied(part, name)]
-        _rename_graph(part, graph, self._naming, rename)
+        rename_within(graph, lambda name: self._naming.of(part.name, name))
+        for each in graphs_within(graph):
+            for value in (*each.input, *each.output, *each.value_info):
+                rename(value)
+            for node in each.node:
+                node.name = self._naming.of_node(part.name, node.name)
         own.input.extend(inputs)
         own.initializer.extend(kept)
         for name in copied:
@@ -453,7 +448,7 @@ class _Result:
         for domain, name, overload in [] if equal else contents:
             if (domain, name, overload) in self._functions:
                 renamed[domain, name, overload] = f"{part.name}.{name}"
-        for body in (*all_graphs(part.graph), *functions):
+        for body in (*graphs_within(part.graph), *functions):
             for node in body.node:
                 node.op_type = renamed.get((node.domain, node.op_type, node.overload), node.op_type)
         for function in functions:
@@ -470,26 +465,3 @@ def _type_text(kind: onnx.TypeProto) -> str:
     if kind.HasField("tensor_type"):
         return str(onnx.TensorProto.DataType.Name(kind.tensor_type.elem_type)).lower()
     return str(kind.WhichOneof("value"))
-
-
-def _rename_graph(
-    part: Part,
-    graph: onnx.GraphProto,
-    naming: _Naming,
-    rename: Callable[[onnx.ValueInfoProto], None],
-) -> None:
-    """Renames everything in the graph of a part, in place."""
-    for each in all_graphs(graph):
-        for value in (*each.input, *each.output, *each.value_info):
-            value.name = naming.of(part.name, value.name)
-            rename(value)
-        for tensor in each.initializer:
-            tensor.name = naming.of(part.name, tensor.name)
-        for annotation in each.quantization_annotation:
-            annotation.tensor_name = naming.of(part.name, annotation.tensor_name)
-            for entry in annotation.quant_parameter_tensor_names:
-                entry.value = naming.of(part.name, entry.value)
-        for node in each.node:
-            node.name = naming.of_node(part.name, node.name)
-            node.input[:] = [naming.of(part.name, name) for name in node.input]
-            node.output[:] = [naming.of(part.name, name) for name in node.output]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from ortops.graph import convert
 from ortops.graph.adapters import adapter_of
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
-from ortops.graph.files.messages import node_graphs
+from ortops.graph.files.messages import graphs_within
 from ortops.graph.weights import lift
 
 _INITIALIZERS_MAY_BE_INPUTS_OR_NOT = 4  # the first IR version with initializers beside inputs
@@ -161,7 +161,7 @@ def _converted(part: Part, opset: int) -> LightModel:
 
 def _refuse_changed(part: Part, domain: str, version: int, newest: int) -> None:
     """Rejects operators of a domain other than the standard one that differ between versions."""
-    for body in (*all_graphs(part.graph), *part.light.proto.functions):
+    for body in (*graphs_within(part.graph), *part.light.proto.functions):
         for node in body.node:
             if node.domain != domain:
                 continue
@@ -179,11 +179,3 @@ def _refuse_changed(part: Part, domain: str, version: int, newest: int) -> None:
                     f"{version} and {newest} of the domain '{domain}', in which this operator may "
                     "differ; export the models with the same version"
                 )
-
-
-def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yields a graph, and its subgraphs."""
-    yield graph
-    for node in graph.node:
-        for inner in node_graphs(node):
-            yield from all_graphs(inner)

@@ -14,7 +14,7 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
-from ortops.graph.files.messages import node_graphs
+from ortops.graph.files.messages import names_within, node_graphs, rename_within
 from ortops.graph.tensor import Names
 
 
@@ -111,7 +111,8 @@ def _cut_out(light: LightModel, record: Record, name: str) -> onnx.ModelProto:
             external.copy_tensor(tensor, graph.initializer.add(), light.data)
     given = {tensor.name for tensor in graph.initializer}
     graph.input.extend(value for value in source.graph.input if value.name in given)
-    _rename(graph, _own_names(graph, record, name))
+    own = _own_names(graph, record, name)
+    rename_within(graph, lambda value: own.get(value, value))
     for position, old in enumerate(record.inputs):
         graph.input.insert(position, record.value_info(old))
     graph.output.extend(record.value_info(old) for old in record.outputs)
@@ -149,29 +150,10 @@ def _own_names(graph: onnx.GraphProto, record: Record, part: str) -> dict[str, s
     taken = Names()
     for name in found.values():
         taken.take(name)
-    for name in _defined(graph):
+    for name in names_within(graph):
         if name not in found:
             found[name] = taken.unique(name.removeprefix(f"{part}."))
     return found
-
-
-def _defined(graph: onnx.GraphProto) -> Iterator[str]:
-    yield from (value.name for value in (*graph.input, *graph.initializer))
-    for node in graph.node:
-        yield from filter(None, node.output)
-        for inner in node_graphs(node):
-            yield from _defined(inner)
-
-
-def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Renames values in a graph and its subgraphs, in place."""
-    for value in (*graph.input, *graph.output, *graph.initializer, *graph.value_info):
-        value.name = names.get(value.name, value.name)
-    for node in graph.node:
-        node.input[:] = [names.get(name, name) for name in node.input]
-        node.output[:] = [names.get(name, name) for name in node.output]
-        for inner in node_graphs(node):
-            _rename(inner, names)
 
 
 def _called(

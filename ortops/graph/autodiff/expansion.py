@@ -29,6 +29,7 @@ from ortops.graph.edit import (
     inner_graphs,
     remove_unread,
     replace_value,
+    tape_before,
 )
 from ortops.graph.shapes import is_unknown
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor
@@ -140,10 +141,7 @@ def replace_by_definition(node: ir.Node, known: Definition, names: Names) -> Non
     Raises:
         UnsupportedError: If the definition does not support an attribute or output of the node.
     """
-    graph = node.graph
-    assert isinstance(graph, ir.Graph)
-    tape = Tape(graph, before=node, names=names)
-    tape.scope = f"{node.name or node.op_type}/"
+    tape = tape_before(node, names)
     inputs = [None if value is None else tape.tensor(value) for value in node.inputs]
     results = _apply(tape, node, known, inputs)
     for index, output in enumerate(node.outputs):
@@ -157,23 +155,20 @@ def replace_by_definition(node: ir.Node, known: Definition, names: Names) -> Non
             )
         result.value.shape = _together(output.shape, result.value.shape)
         replace_value(tape, output, result)
-    graph.remove(node, safe=True)
+    tape.graph.remove(node, safe=True)
     remove_unread(tape.nodes)
 
 
 def _continue(node: ir.Node, after: Function, names: Names) -> None:
     """Lets the readers of a kept node's first output read a function of it."""
-    graph, y = node.graph, node.outputs[0]
-    assert isinstance(graph, ir.Graph)
+    tape, y = tape_before(node, names), node.outputs[0]
     readers = [(use.node, use.idx) for use in y.uses()]
-    tape = Tape(graph, before=node, names=names)
-    tape.scope = f"{node.name or node.op_type}/"
     inputs = [None if value is None else tape.tensor(value) for value in node.inputs]
     with tape:
         result = after(tape.tensor(y), *inputs, **attribute_values(node)).value
     for made in tape.nodes:
-        graph.remove(made)
-    graph.insert_after(node, tape.nodes)
+        tape.graph.remove(made)
+    tape.graph.insert_after(node, tape.nodes)
     for reader, index in readers:
         reader.replace_input_with(index, result)
 

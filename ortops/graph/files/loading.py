@@ -20,7 +20,7 @@ import onnx.inliner
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph.files.atomic import remedy
 from ortops.graph.files.folders import remembered
-from ortops.graph.files.messages import external_to_inputs, without_big_data
+from ortops.graph.files.messages import MICROSOFT, external_to_inputs, without_big_data
 from ortops.graph.files.opening import read_regular
 from ortops.graph.files.validation import validate
 from ortops.graph.files.wire_format import MOST_BYTES
@@ -296,9 +296,9 @@ def _move_to_onnxruntime(model: onnx.ModelProto) -> None:
     """
     for node in model.graph.node:
         if not node.domain and node.op_type in _ONNXRUNTIME:
-            node.domain = "com.microsoft"
-    if "com.microsoft" not in {entry.domain for entry in model.opset_import}:
-        model.opset_import.add(domain="com.microsoft", version=1)
+            node.domain = MICROSOFT
+    if MICROSOFT not in {entry.domain for entry in model.opset_import}:
+        model.opset_import.add(domain=MICROSOFT, version=1)
 
 
 def _has_rank(value: onnx.ValueInfoProto) -> bool:

@@ -21,6 +21,9 @@ BIG = 1024
 LOCATION = f"ortops.detached/{secrets.token_hex(16)}/"
 """The prefix of the locations of detached data; no file can contain it, because it is random."""
 
+MICROSOFT = "com.microsoft"
+"""The domain of onnxruntime's operators."""
+
 DOMAINS = ("ai.onnx.preview.training", "ai.onnx.preview")
 """The domain of ONNX's training operators, and the name that an exporter uses for it."""
 
@@ -127,6 +130,44 @@ def attribute_graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
 def node_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     """Returns the subgraphs of a node: its branches, or the body of a loop."""
     return [graph for attribute in node.attribute for graph in attribute_graphs(attribute)]
+
+
+def graphs_within(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yields a graph, and its subgraphs."""
+    yield graph
+    for node in graph.node:
+        for inner in node_graphs(node):
+            yield from graphs_within(inner)
+
+
+def names_within(graph: onnx.GraphProto) -> Iterator[str]:
+    """Yields the names of all values of a graph and its subgraphs, some of them repeatedly."""
+    for each in graphs_within(graph):
+        yield from (value.name for value in (*each.input, *each.initializer, *each.output))
+        yield from (value.name for value in each.value_info)
+        for annotation in each.quantization_annotation:
+            yield annotation.tensor_name
+            yield from (entry.value for entry in annotation.quant_parameter_tensor_names)
+        yield from (name for node in each.node for name in (*node.input, *node.output) if name)
+
+
+def rename_within(graph: onnx.GraphProto, renamed: Callable[[str], str]) -> None:
+    """Renames all values of a graph and its subgraphs, in place.
+
+    Args:
+        graph: The graph.
+        renamed: Returns the new name for each name that `names_within` yields.
+    """
+    for each in graphs_within(graph):
+        for value in (*each.input, *each.output, *each.value_info, *each.initializer):
+            value.name = renamed(value.name)
+        for annotation in each.quantization_annotation:
+            annotation.tensor_name = renamed(annotation.tensor_name)
+            for entry in annotation.quant_parameter_tensor_names:
+                entry.value = renamed(entry.value)
+        for node in each.node:
+            for names in (node.input, node.output):
+                names[:] = [name and renamed(name) for name in names]
 
 
 def describe_node(node: onnx.NodeProto) -> str:

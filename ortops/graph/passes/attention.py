@@ -12,12 +12,18 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import attribute_values, has_one_reader, producer_of
+from ortops.graph.edit import attribute_values, permutation_of, producer_of
+from ortops.graph.matching import Found, Variable, form, is_last_axis, kept
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
-from ortops.graph.passes.rewrite import Result, pattern, rewrite
-from ortops.graph.tensor import Tape, constant_number, op, shape_of
+from ortops.graph.passes.rewrite import Result, formula, pattern, rewrite
+from ortops.graph.tensor import Tape, op, shape_of
 
 _MANY = 4  # keys for each element of a value: then two Concats are cheaper than a Sub (measured)
+
+_P, _DY, _V, _R, _AXES = (Variable(f"the {what}") for what in ("P", "dO", "V", "r", "axes"))
+_TURNED = kept(form.Transpose(_V))
+_DP = form.MatMul(_DY, _TURNED)
+_SCALED = _P * kept(_DP)
 
 
 class _Attention(Pass):
@@ -37,40 +43,25 @@ def _before(node: ir.Node, tape: Tape) -> Result:
     return None
 
 
-@pattern("ReduceSum")
-def _sum_of_rows(node: ir.Node, tape: Tape) -> Result:
+@formula(form.ReduceSum(_SCALED, _AXES, keepdims=1))
+def _sum_of_rows(found: Found, tape: Tape) -> Result:
     """Replaces the sums of the rows of P · (dO Vᵀ) with those of dO · (P V)."""
-    x, axes = (*node.inputs, None)[:2]
-    product = producer_of(x, "Mul")
-    if x is None or x.shape is None or axes is None or product is None:
+    x, dy = found[_SCALED], found[_DY]
+    y: ir.Value | None = tape.once(("MatMul", found[_P], found[_V]), lambda: None)
+    if not is_last_axis(found[_AXES], x) or not _is_product(found):
         return None
-    is_last = constant_number(axes) in (-1, len(x.shape) - 1)
-    if not is_last or not node.attributes.get_int("keepdims", 1) or not has_one_reader(x):
+    if y is None or y.shape != dy.shape or not _is_smaller(y, x):
         return None
-    for p, dp in (product.inputs, product.inputs[::-1]):
-        found = _factors(dp)
-        if found is None:
-            continue
-        dy, v = found
-        y: ir.Value | None = tape.once(("MatMul", p, v), lambda: None)
-        if y is not None and y.shape == dy.shape and _is_smaller(y, x):
-            return _sum_of_products(dy, y, tape)
-    return None
+    return _sum_of_products(dy, y, tape)
 
 
-def _factors(dp: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
-    """Returns the matrices A and B of a product A Bᵀ in float32; None for other values."""
-    product = producer_of(dp, "MatMul")
-    if product is None or dp is None or dp.dtype != ir.DataType.FLOAT:
-        return None
-    a, b = product.inputs
-    transpose = producer_of(b, "Transpose")
-    source = None if transpose is None else transpose.inputs[0]
-    if a is None or transpose is None or source is None or source.shape is None:
-        return None
-    *outer, row, column = range(len(source.shape))
-    swapped = (*outer, column, row)
-    return (a, source) if attribute_values(transpose).get("perm") == swapped else None
+def _is_product(found: Found) -> bool:
+    """Whether dO Vᵀ is a product of matrices of float32, and no other axes are exchanged."""
+    shape = found[_V].shape
+    if shape is None or found[_DP].dtype != ir.DataType.FLOAT:
+        return False
+    *outer, row, column = range(len(shape))
+    return permutation_of(found.node(_TURNED)) == (*outer, column, row)
 
 
 def _is_smaller(y: ir.Value, x: ir.Value) -> bool:
@@ -97,16 +88,13 @@ def _sum_of_products(dy: ir.Value, y: ir.Value, tape: Tape) -> Result:
     return op.Transpose(sums, perm=order)
 
 
-@pattern("Sub")
-def _difference(node: ir.Node, tape: Tape) -> Result:
+@formula(_DP - _R)
+def _difference(found: Found, tape: Tape) -> Result:
     """Replaces dO Vᵀ - r with [dO, r] [V, -1]ᵀ if there are many more keys than values are wide."""
-    dp, r = node.inputs
-    found = _factors(dp)
-    if found is None or dp is None or r is None or not has_one_reader(dp):
+    dy, v, r = found[_DY], found[_V], found[_R]
+    if not _is_product(found) or v.shape is None or None in (tape.tensor(dy).shape or (None,)):
         return None
-    dy, v = found
-    if dy.shape is None or v.shape is None or None in (tape.tensor(dy).shape or ()):
-        return None
+    assert dy.shape is not None
     if r.shape != ir.Shape([*dy.shape[:-1], 1]):  # they may broadcast
         return None
     keys, width = v.shape[-2:]

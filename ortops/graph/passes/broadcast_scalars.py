@@ -37,5 +37,5 @@ def _is_column(value: ir.Value) -> bool:
     return value.shape is not None and len(value.shape) > 1 and value.shape[-1] == 1
 
 
-NUMBERS = PatternPass("numbers", _next_to_column, serves=ONNXRUNTIME)
+NUMBERS = PatternPass("numbers", _next_to_column, serves=ONNXRUNTIME, bodies=True)
 """Numbers next to columns with the shape (1, 1)."""

@@ -19,8 +19,9 @@ from ortops.graph.autodiff.backward import backward
 from ortops.graph.autodiff.gradient_node import Bound, bound_nodes
 from ortops.graph.autodiff.registry import Cotangents, Rules, Table
 from ortops.graph.autodiff.rules.recurrent import scan
-from ortops.graph.edit import copy_node, remove_unread, replace_value
+from ortops.graph.edit import copy_node, has_one_reader, rank_of, remove_unread, replace_value
 from ortops.graph.faults import pad_axes
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.shapes import size_of
 from ortops.graph.tensor import Tape, Tensor, op
@@ -34,7 +35,7 @@ _CHUNK = 2**23
 _NO_LABEL = np.iinfo(np.int64).min
 """The label of padding, if the loss ignores no label."""
 
-_PRODUCTS = (("", "MatMul"), ("com.microsoft", "MatMulNBits"))
+_PRODUCTS = (("", "MatMul"), (MICROSOFT, "MatMulNBits"))
 
 _BY_NUMBER = frozenset({"Add", "Cast", "CastLike", "Div", "Mul", "Sub", "Tanh"})
 """Operators that may come after the product, if their other operands are constants."""
@@ -75,13 +76,13 @@ class _Head:
             return None
         made = value.producer()
         if made is not None and made.op_type == "Reshape" and not made.domain:
-            if not _is_read_once(value):
+            if not has_one_reader(value):
                 return None
             value = made.inputs[0]
             if value is None or value.shape is None or value.shape[-1] != classes:
                 return None
         nodes: list[ir.Node] = []
-        while value is not None and _is_read_once(value):
+        while value is not None and has_one_reader(value):
             node = value.producer()
             if node is None or any(each in active for each in node.inputs[1:]):
                 return None
@@ -89,13 +90,13 @@ class _Head:
             value = node.inputs[0]
             if (node.domain, node.op_type) in _PRODUCTS:
                 is_row = value is not None and value.shape is not None and value in active
-                flat = all(each is None or _rank(each) == 2 for each in node.inputs[1:2])
+                flat = all(each is None or rank_of(each) == 2 for each in node.inputs[1:2])
                 if value is None or not is_row or (node.op_type == "MatMul" and not flat):
                     return None
                 return cls(loss, nodes, value, classes)
             if node.domain or node.op_type not in _BY_NUMBER:
                 return None
-            if any(each is None or _rank(each) not in (0, 1) for each in node.inputs[1:]):
+            if any(each is None or rank_of(each) not in (0, 1) for each in node.inputs[1:]):
                 return None
         return None
 
@@ -154,14 +155,6 @@ class _Head:
             new.type, new.shape = old.type, ir.Shape([None, self.classes])
             copies[old] = new
         return tape.tensor(new)
-
-
-def _is_read_once(value: ir.Value) -> bool:
-    return len(value.uses()) == 1 and not value.is_graph_output()
-
-
-def _rank(value: ir.Value) -> int | None:
-    return None if value.shape is None else len(value.shape)
 
 
 def _tensor(tape: Tape, size: int | Tensor) -> Tensor:

@@ -48,4 +48,4 @@ def _negative_mean(log_probabilities: Tensor, labels: Tensor, reduction: str | N
             return op.Neg(op.ReduceMean(picked, keepdims=0))
 
 
-CROSS_ENTROPY = PatternPass("cross_entropy", _few_nodes, serves=ANYWHERE)
+CROSS_ENTROPY = PatternPass("cross_entropy", _few_nodes, serves=ANYWHERE, bodies=True)

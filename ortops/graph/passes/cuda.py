@@ -14,9 +14,8 @@ import onnx_ir as ir
 
 from ortops.errors import UnsupportedError
 from ortops.graph.autodiff.expansion import replace_by_definition
-from ortops.graph.edit import inner_graphs
 from ortops.graph.passes.draft import Draft, Pass
-from ortops.graph.passes.rewrite import Result, pattern, rewrite
+from ortops.graph.passes.rewrite import Result, pattern, rewrite_with_bodies
 from ortops.graph.passes.webgpu import INTEGERS, expand_batch_normalization
 from ortops.graph.tensor import Tape, op
 
@@ -37,10 +36,7 @@ class _CUDA(Pass):
 
     def finish(self, draft: Draft) -> None:
         """Rewrites the nodes that the provider would refuse or leave to the CPU."""
-        graphs = [draft.graph]
-        for graph in graphs:
-            rewrite(graph, draft.names, *_PATTERNS)
-            graphs += [inner for node in graph for inner in inner_graphs(node)]
+        rewrite_with_bodies(draft.graph, draft.names, *_PATTERNS)
 
 
 def _is_wide(node: ir.Node) -> bool:

@@ -42,6 +42,7 @@ class Draft:
         sizes: The sizes of the inputs' symbolic dimensions; None if they may change.
         feeds: The inputs that are fed with a batch.
         shown: The outputs that are shown to users: the loss, and the outputs of the model.
+        refusals: Why passes kept what is near to what they replace, by the name of the pass.
         rules: The active rules: those of passes, then the given ones.
         pinned: Names of tensors that are temporarily outputs, so that passes do not change them.
     """
@@ -52,6 +53,7 @@ class Draft:
     sizes: Mapping[str, int] | None
     feeds: Sequence[str]
     shown: Sequence[str]
+    refusals: dict[str, list[str]] = field(default_factory=dict)
     rules: Rules = field(init=False)
     pinned: list[str] = field(default_factory=list, init=False)
 
@@ -62,6 +64,10 @@ class Draft:
     def graph(self) -> ir.Graph:
         """The graph of the model."""
         return self.model.graph
+
+    def refused(self, name: str) -> list[str]:
+        """Returns the list of the refusals of a pass."""
+        return self.refusals.setdefault(name, [])
 
     def add_rules(self, table: Table) -> None:
         """Adds a table of rules that takes precedence over the active ones."""

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import is_bound
 from ortops.graph.autodiff.registry import Rules
+from ortops.graph.edit import is_float
 from ortops.graph.tensor import Tensor, constant_number, op
 
 # The largest float32, so that its product with any positive normal number is at least 1.
@@ -51,7 +52,7 @@ def unbounded_values(graph: ir.Graph, rules: Rules) -> set[ir.Value]:
 
 def _keeps_finite(node: ir.Node) -> bool:
     """Whether the gradient of a standard operator keeps finite cotangents finite."""
-    if node.outputs and not any(map(_may_have_cotangent, node.outputs)):
+    if node.outputs and not any(map(is_float, node.outputs)):
         return True
     other = node.inputs[1] if len(node.inputs) > 1 else None
     number = None if other is None else constant_number(other)
@@ -62,10 +63,6 @@ def _keeps_finite(node: ir.Node) -> bool:
             return number is not None and number >= 1
         case op_type:
             return op_type in _FINITE
-
-
-def _may_have_cotangent(value: ir.Value) -> bool:
-    return value.dtype is None or value.dtype.is_floating_point()
 
 
 def mask(y: Tensor, *, at_zero: float = 0.0) -> Tensor:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from ortops.graph.edit import has_one_reader, producer_of
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
-from ortops.graph.passes.scaled_sums import GATED_DOMAIN, gated_add, has_gated_add
+from ortops.graph.passes.scaled_sums import gated_add, has_gated_add
 from ortops.graph.shapes import is_unknown
 from ortops.graph.tensor import Tape, Tensor, op
 
@@ -54,7 +55,7 @@ class _Sum:
         if value.shape != self.shape or value.dtype != ir.DataType.FLOAT:
             return None
         node = value.producer() if root or has_one_reader(value) else None
-        if node is not None and (node.domain, node.op_type) == (GATED_DOMAIN, "GatedAdd"):
+        if node is not None and (node.domain, node.op_type) == (MICROSOFT, "GatedAdd"):
             base, x, gate = (each for each in node.inputs if each is not None)
             self.passes += 1
             self.gated.append((x, gate))
@@ -73,7 +74,7 @@ class _Sum:
     def is_whole(self, value: ir.Value) -> bool:
         """Whether a value is neither a sum nor a product of a tensor and numbers for its rows."""
         is_sum = has_one_reader(value) and (
-            producer_of(value, "Add") or producer_of(value, "GatedAdd", domain=GATED_DOMAIN)
+            producer_of(value, "Add") or producer_of(value, "GatedAdd", domain=MICROSOFT)
         )
         return not is_sum and self._product(value) is None
 
@@ -130,4 +131,4 @@ def _emit(total: _Sum, tape: Tape) -> Tensor:
     return result
 
 
-GATED_SUMS = PatternPass("gated_sums", _gated)
+GATED_SUMS = PatternPass("gated_sums", _gated, bodies=True)

@@ -69,4 +69,4 @@ def _places(
     return op.Cast(within, to=ir.DataType.INT64) + corners + first
 
 
-MAX_POOL = PatternPass("max_pool", _compared, serves=ANYWHERE)
+MAX_POOL = PatternPass("max_pool", _compared, serves=ANYWHERE, bodies=True)

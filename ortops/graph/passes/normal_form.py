@@ -7,16 +7,26 @@ add it to `PATTERNS`.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from dataclasses import replace
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from ortops.graph.edit import Steps, attribute_values, producer_of, unrolled
+from ortops.graph.choices import chosen_axes, chosen_indices
+from ortops.graph.edit import (
+    Steps,
+    attribute_values,
+    permutation_of,
+    producer_of,
+    rank_of,
+    unrolled,
+)
 from ortops.graph.files.serialization import BOUND_DOMAIN
 from ortops.graph.folding import fold
+from ortops.graph.matching import Found, Variable
 from ortops.graph.passes.draft import SESSION, Draft, Pass
-from ortops.graph.passes.rewrite import Pattern, Result, pattern, rewrite
+from ortops.graph.passes.rewrite import Pattern, Result, formula, pattern, rewrite_with_bodies
 from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
 
 
@@ -62,11 +72,13 @@ def _dropout(node: ir.Node, tape: Tape) -> Result:
 @pattern("Transpose")
 def _transpose(node: ir.Node, tape: Tape) -> Result:
     """Transpose(Transpose(x)) is one Transpose, or x; Transpose in the given order is x."""
-    x, order = node.inputs[0], _order(node)
+    x, order = node.inputs[0], permutation_of(node)
     if x is None or order is None:
         return None
     source, whole = _source(x, order)
-    return None if source is x and whole != sorted(whole) else _transposed(source, whole, tape)
+    if source is x and list(whole) != sorted(whole):
+        return None
+    return _transposed(source, whole, tape)
 
 
 @pattern("SequenceAt")
@@ -139,58 +151,37 @@ def _span(node: ir.Node) -> tuple[int, int, int] | None:
     """Returns the axis of a part, its first index, and the one after its last.
 
     Returns:
-        None for several axes, a step other than 1, no elements, or what is not constant.
+        None for several axes, several indices of a Gather, a step other than 1, no elements, or
+        what is not constant.
     """
-    if node.op_type == "Gather":
-        return _span_of_index(node)
-    x, *bounds = (*node.inputs, None, None)[:5]
-    start, end, axis, step = (
-        default if value is None else constant_number(value)
-        for value, default in zip(bounds, (None, None, 0, 1), strict=True)
-    )
-    if x is None or x.shape is None or start is None or end is None or axis is None or step != 1:
+    x, axes = node.inputs[0], chosen_axes(node)
+    if x is None or x.shape is None or axes is None or len(axes) != 1:
         return None
-    size = x.shape[int(axis)]
-    if not isinstance(size, int):
+    if node.op_type == "Gather" and rank_of(node.inputs[1]) != 0:
         return None
-    low, high, _ = slice(int(start), int(end)).indices(size)
-    return (int(axis) % len(x.shape), low, high) if low < high else None
+    indices = chosen_indices(node, node.outputs[0], axes[0])
+    if not indices or not isinstance(x.shape[axes[0]], int):
+        return None
+    low, high = indices[0], indices[-1] + 1
+    return (axes[0], low, high) if high - low == len(indices) else None
 
 
-def _span_of_index(node: ir.Node) -> tuple[int, int, int] | None:
-    """Returns the same for a Gather of one index, whose output lacks the axis; None for others."""
-    x, index = node.inputs[:2]
-    if x is None or x.shape is None or index is None or index.shape is None or len(index.shape):
-        return None
-    axis, number = attribute_values(node).get("axis", 0) % len(x.shape), constant_number(index)
-    if number is None:
-        return None
-    size, place = x.shape[axis], int(number)
-    if not isinstance(size, int) or not -size <= place < size:
-        return None
-    return axis, place % size, place % size + 1
+_X, _MASK = Variable("the scores"), Variable("the mask")
+_MASKED = _X + _MASK
 
 
-@pattern("Add")
-def _empty_mask(node: ir.Node, tape: Tape) -> Result:
+@formula(_MASKED)
+def _empty_mask(found: Found, tape: Tape) -> Result:
     """Softmax(x + mask) is Softmax(x) if the mask is 0, as that of a model without padding.
 
     Elsewhere, the sum stays: it makes 0 of -0.
     """
-    y = node.outputs[0]
+    x, y, mask = found[_X], found[_MASKED], found[_MASK]
     if y.is_graph_output() or not all(user.op_type == "Softmax" for user, _ in y.uses()):
         return None
-    if None in (tape.tensor(y).shape or [None]):
+    if None in (tape.tensor(y).shape or [None]) or x.shape != y.shape:
         return None
-    for x, mask in (node.inputs, node.inputs[::-1]):
-        if (
-            x is not None
-            and x.shape == y.shape
-            and mask is not None
-            and unrolled(_number(mask)) == 0
-        ):
-            return tape.tensor(x)
-    return None
+    return tape.tensor(x) if unrolled(_number(mask)) == 0 else None
 
 
 def _number(value: ir.Value) -> Steps[float | None]:
@@ -249,32 +240,19 @@ class _NormalForm(Pass):
     """Replaces roundabout forms before differentiation, and folds constants."""
 
     def prepare(self, draft: Draft) -> None:
-        """Rewrites the graph, except for operators with a rule of the user."""
-        rewrite(draft.graph, draft.names, *(_unless_bound(each, draft) for each in PATTERNS))
-        fold(draft.graph)
+        """Rewrites the graph and its bodies, but no operators with a rule of the user."""
+
+        def is_free(node: ir.Node, *, may_be_y: bool = False) -> bool:
+            return draft.is_free(node) and not any(_is_named(y, not may_be_y) for y in node.outputs)
+
+        graph, names = draft.graph, draft.names
+        rewrite_with_bodies(graph, names, *PATTERNS, is_free=is_free)
+        fold(graph)
         # Only now are bounds of Slices and masks constants, and sequences written as Slices.
-        later = [_unless_bound(_loss_of_rows, draft, may_be_y=True)]
-        later.append(_unless_bound(_empty_mask, draft))
-        if draft.is_free(ir.Node("", "Split", [])):
-            later.append(_unless_bound(_part, draft))
-        rewrite(draft.graph, draft.names, *later)
-
-
-def _unless_bound(given: Pattern, draft: Draft, *, may_be_y: bool = False) -> Pattern:
-    """Returns a pattern that skips tensors that a Gradient node names, and a user's operators.
-
-    Args:
-        given: The pattern.
-        draft: The model.
-        may_be_y: Whether the tensor that is differentiated is not skipped.
-    """
-
-    def function(node: ir.Node, tape: Tape) -> Result:
-        if not draft.is_free(node) or any(_is_named(each, not may_be_y) for each in node.outputs):
-            return None
-        return given.function(node, tape)
-
-    return replace(given, function=function)
+        may_be_y = functools.partial(is_free, may_be_y=True)
+        rewrite_with_bodies(graph, names, _loss_of_rows, is_free=may_be_y)
+        later = [_empty_mask, _part] if draft.is_free(ir.Node("", "Split", [])) else [_empty_mask]
+        rewrite_with_bodies(graph, names, *later, is_free=is_free)
 
 
 def _is_named(value: ir.Value, as_y: bool = True) -> bool:
@@ -289,19 +267,10 @@ def _first(node: ir.Node, tape: Tape) -> Tensor:
     return tape.tensor(value)
 
 
-def _order(node: ir.Node) -> list[int] | None:
-    """Returns the order of axes of a Transpose; None if its rank is unknown."""
-    order = attribute_values(node).get("perm")
-    shape = node.outputs[0].shape
-    if order is None and shape is not None:
-        order = range(len(shape))[::-1]
-    return None if order is None else list(order)
-
-
-def _source(x: ir.Value, order: list[int]) -> tuple[ir.Value, list[int]]:
+def _source(x: ir.Value, order: Sequence[int]) -> tuple[ir.Value, Sequence[int]]:
     """Returns what to transpose instead of x, and how, if a Transpose computes x."""
     inner = producer_of(x, "Transpose")
-    before = None if inner is None or _is_named(x) else _order(inner)
+    before = None if inner is None or _is_named(x) else permutation_of(inner)
     if inner is None or before is None:
         return x, order
     source = inner.inputs[0]
@@ -309,10 +278,10 @@ def _source(x: ir.Value, order: list[int]) -> tuple[ir.Value, list[int]]:
     return source, [before[axis] for axis in order]
 
 
-def _transposed(x: ir.Value, order: list[int], tape: Tape) -> Tensor:
+def _transposed(x: ir.Value, order: Sequence[int], tape: Tape) -> Tensor:
     """Emits a Transpose, or returns x if that is in this order."""
     y = tape.tensor(x)
-    return y if order == sorted(order) else op.Transpose(y, perm=order)
+    return y if list(order) == sorted(order) else op.Transpose(y, perm=order)
 
 
 NORMAL_FORM = _NormalForm("normal_form", SESSION)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import is_bound
-from ortops.graph.edit import remove_unread
+from ortops.graph.choices import constant_integers
+from ortops.graph.edit import all_nodes, remove_unread
 from ortops.graph.passes.draft import Draft, Pass
-from ortops.graph.tensor import constant_tensor
+from ortops.graph.tensor import constant_number
 
 
 class _Padding(Pass):
@@ -17,7 +18,7 @@ class _Padding(Pass):
 
     def prepare(self, draft: Draft) -> None:
         """Removes Pad nodes from the forward pass."""
-        for node in list(draft.graph):
+        for node in list(all_nodes(draft.graph)):
             if node.op_type != "Pad" or node.domain or not draft.is_free(node):
                 continue
             pads, x, (y,) = _zeros_around(node), node.inputs[0], node.outputs
@@ -38,13 +39,9 @@ def _zeros_around(node: ir.Node) -> Sequence[int] | None:
     _, amounts, value, axes = (*node.inputs, None, None)[:4]
     if node.attributes.get_string("mode", "constant") != "constant" or amounts is None:
         return None
-    known = constant_tensor(amounts)
-    filler = None if value is None else constant_tensor(value)
-    if known is None or (value is not None and filler is None) or axes is not None:
+    pads = constant_integers(amounts)
+    if pads is None or axes is not None or (value is not None and constant_number(value) != 0):
         return None
-    if filler is not None and filler.numpy().any():
-        return None
-    pads: list[int] = known.numpy().tolist()
     return pads if min(pads, default=0) >= 0 else None
 
 

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import MOVES, has_one_reader
+from ortops.graph.choices import constant_integers
+from ortops.graph.edit import MOVES, emit_one, has_one_reader, permutation_of
+from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.matching import Found, Number, Variable
 from ortops.graph.passes.draft import ANYWHERE, ONNXRUNTIME
-from ortops.graph.passes.rewrite import PatternPass, Result, pattern
-from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
-
-FUSED_DOMAIN = "com.microsoft"
-
+from ortops.graph.passes.rewrite import PatternPass, Result, formula, pattern
+from ortops.graph.tensor import Tape, Tensor, op
 
 # ------------------------------------------------------------------------------------- transposes
 
@@ -50,7 +50,7 @@ def _transposed_factors(node: ir.Node, tape: Tape) -> Result:
 @pattern("Transpose")
 def _transposed_product(node: ir.Node, tape: Tape) -> Result:
     """Fuses a Transpose after a product into it: (A B)ᵀ = Bᵀ Aᵀ."""
-    perm, y = _perm(node), node.inputs[0]
+    perm, y = permutation_of(node), node.inputs[0]
     product = None if y is None else y.producer()
     if perm is None or perm[-1] != len(perm) - 2 or y is None or product is None:
         return None
@@ -102,16 +102,6 @@ def _with_flags(
     return op.Gemm(*others, alpha=alpha, beta=beta, transA=flags[0], transB=flags[1])
 
 
-def _perm(node: ir.Node) -> tuple[int, ...] | None:
-    """Returns the permutation of a Transpose; None for other nodes."""
-    if node.op_type != "Transpose" or node.domain or node.inputs[0] is None:
-        return None
-    shape = node.inputs[0].shape
-    reverse = None if shape is None else list(reversed(range(len(shape))))
-    perm = node.attributes.get_ints("perm", reverse)
-    return None if perm is None else tuple(perm)
-
-
 def _swap(perm: Sequence[int]) -> tuple[int, ...]:
     """Returns a permutation with the last two axes of its input exchanged."""
     last = len(perm) - 1
@@ -121,7 +111,10 @@ def _swap(perm: Sequence[int]) -> tuple[int, ...]:
 def _source(tape: Tape, value: ir.Value) -> tuple[ir.Value, int]:
     """Returns a value that a product can read instead, and whether it must transpose that."""
     source, perm = value, tuple(range(len(value.shape or ())))
-    while (producer := source.producer()) is not None and (inner := _perm(producer)) is not None:
+    while (producer := source.producer()) is not None:
+        inner = permutation_of(producer)
+        if inner is None:
+            break
         assert producer.inputs[0] is not None
         source, perm = producer.inputs[0], tuple(inner[axis] for axis in perm)
     last = len(perm) - 1
@@ -153,13 +146,9 @@ def fused_matmul(
         flags: Whether to transpose each of them.
         alpha: The scale of the result.
     """
-    attributes = [ir.AttrInt64("transA", flags[0]), ir.AttrInt64("transB", flags[1])]
-    attributes.append(ir.AttrFloat32("alpha", alpha))
-    node = ir.Node(FUSED_DOMAIN, "FusedMatMul", operands, attributes, num_outputs=1)
-    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    tape.append(node)
-    tape.graph.opset_imports.setdefault(FUSED_DOMAIN, 1)
-    return tape.tensor(node.outputs[0])
+    factors = [tape.tensor(each) for each in operands]
+    attributes = {"transA": flags[0], "transB": flags[1], "alpha": alpha}
+    return emit_one(MICROSOFT, "FusedMatMul", factors, None, **attributes)
 
 
 TRANSPOSES = PatternPass("transposes", _transposed_factors, _transposed_product, serves=ONNXRUNTIME)
@@ -198,7 +187,7 @@ def _wide_product(node: ir.Node, tape: Tape) -> Result:
 LEFT_FACTORS = PatternPass(
     "left_factors",
     pattern("Gemm")(_wide_product),
-    pattern("FusedMatMul", domain=FUSED_DOMAIN)(_wide_product),
+    pattern("FusedMatMul", domain=MICROSOFT)(_wide_product),
     serves=ONNXRUNTIME,
 )
 
@@ -206,39 +195,29 @@ LEFT_FACTORS = PatternPass(
 # ----------------------------------------------------------------------------------------- scales
 
 
-@pattern("Mul")
-def _scaled_product(node: ir.Node, tape: Tape) -> Result:
+_X, _NUMBER = Variable("the factor"), Number()
+_SCALED = _X * _NUMBER
+
+
+@formula(_SCALED)
+def _scaled_product(found: Found, tape: Tape) -> Result:
     """Fuses multiplications by a constant number into the products before or after them."""
-    found = _scale(node)
-    if found is None:
+    x, y = found[_X], found[_SCALED]
+    if y.is_graph_output() or x.shape is None or found[_NUMBER].shape is None:
         return None
-    x, factor = found
-    products = _products_after(node.outputs[0]) or _products_before(x)
+    products = _products_after(y) or _products_before(x)
     for product, count in Counter(products).items():
-        alpha = product.attributes.get_float("alpha", 1.0)
-        assert alpha is not None
-        product.domain, product.op_type = FUSED_DOMAIN, "FusedMatMul"
-        product.attributes["alpha"] = ir.AttrFloat32("alpha", alpha * factor**count)
-        tape.graph.opset_imports.setdefault(FUSED_DOMAIN, 1)
+        alpha = product.attributes.get_float("alpha", 1.0) or 0.0
+        alpha *= found.number(_NUMBER) ** count
+        product.domain, product.op_type = MICROSOFT, "FusedMatMul"
+        product.attributes["alpha"] = ir.AttrFloat32("alpha", alpha)
+        tape.graph.opset_imports.setdefault(MICROSOFT, 1)
     return tape.tensor(x) if products else None
-
-
-def _scale(node: ir.Node) -> tuple[ir.Value, float] | None:
-    """Returns the factor that a node multiplies by a constant number, and the number; or None."""
-    if node.outputs[0].is_graph_output():
-        return None
-    for x, other in (node.inputs, reversed(node.inputs)):
-        if x is None or other is None or x.shape is None or other.shape is None:
-            continue
-        number = constant_number(other)
-        if number is not None and len(other.shape) <= len(x.shape):
-            return x, number
-    return None
 
 
 def _scales(node: ir.Node) -> bool:
     """Whether a node is a product that can scale."""
-    return _is_product(node) or (node.op_type == "FusedMatMul" and node.domain == FUSED_DOMAIN)
+    return _is_product(node) or (node.op_type == "FusedMatMul" and node.domain == MICROSOFT)
 
 
 def _products_after(value: ir.Value) -> list[ir.Node]:
@@ -301,11 +280,10 @@ def _summed_rows(node: ir.Node) -> ir.Value | None:
     if x is None or axes is None or x.dtype != ir.DataType.FLOAT or x.shape is None:
         return None
     rank = len(x.shape)
-    constant = constant_tensor(axes)
-    if constant is None or rank < 2 or not isinstance(x.shape[-1], int) or not x.shape[-1]:
+    summed = constant_integers(axes)
+    if summed is None or rank < 2 or not isinstance(x.shape[-1], int) or not x.shape[-1]:
         return None
-    summed = {int(axis) % rank for axis in constant.numpy()}
-    return x if summed == set(range(rank - 1)) else None
+    return x if {axis % rank for axis in summed} == set(range(rank - 1)) else None
 
 
 def _places(tape: Tape) -> dict[str, tuple[ir.Value, int]]:

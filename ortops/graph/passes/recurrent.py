@@ -21,9 +21,9 @@ import onnx_ir as ir
 from ortops.graph.autodiff.gradient_node import Bound, is_bound
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules.recurrent import inside, lstm_step, lstm_update, plus, scan
-from ortops.graph.edit import attribute_values, remove_unread, replace_value
+from ortops.graph.edit import attribute_values, emit, remove_unread, replace_value, tape_before
 from ortops.graph.passes.draft import ANYWHERE, Draft, Pass
-from ortops.graph.tensor import Tape, Tensor, op, zeros_like
+from ortops.graph.tensor import Tensor, op, zeros_like
 
 DOMAIN = "ortops.recurrent"
 """The private domain of the placeholder nodes, one for each direction of an operator."""
@@ -144,8 +144,7 @@ def _columns(x: Tensor) -> Tensor:
 
 def _insert(node: ir.Node, draft: Draft) -> None:
     """Replaces an operator with Scans that keep the gates."""
-    tape = Tape(draft.graph, before=node, names=draft.names)
-    tape.scope = f"{node.name or node.op_type}/"
+    tape = tape_before(node, draft.names)
     given = [None if value is None else tape.tensor(value) for value in node.inputs]
     x, w, r, b, _, *states = (*given, *[None] * 4)[: _read(node) + 1]
     assert x is not None
@@ -264,17 +263,8 @@ class _Direction:
         """
         inputs = (self.x, self.w, self.r, self.b, *states, *results, *saved)
         attributes["backwards"] = int(self.backwards)
-        node = ir.Node(
-            DOMAIN,
-            operator,
-            [None if z is None else z.value for z in inputs],
-            [ir.AttrInt64(name, value) for name, value in attributes.items()],
-            num_outputs=len(results),
-        )
-        self.x.tape.append(node)
-        for new, like in zip(node.outputs, results, strict=True):
-            new.type, new.shape = like.value.type, like.value.shape
-        return [self.x.tape.tensor(value) for value in node.outputs]
+        shapes = [result.value.shape for result in results]
+        return list(emit(self.x.tape, DOMAIN, operator, inputs, shapes, **attributes))
 
 
 def _halves(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:

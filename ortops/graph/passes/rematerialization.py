@@ -28,13 +28,14 @@ from ortops.graph.edit import (
     nodes_between,
     read_inputs,
 )
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.tensor import Names, Tape, op, shape_of
 
 Checkpoint: TypeAlias = Sequence[str] | int | Literal["sqrt"]
 """The names of the tensors to keep, or the number of tensors to choose."""
 
-_KNOWN_DOMAINS = ("", "com.microsoft", "com.microsoft.nchwc", "ai.onnx.ml")
+_KNOWN_DOMAINS = ("", MICROSOFT, "com.microsoft.nchwc", "ai.onnx.ml")
 
 _CHEAP = (ir.DataType.BOOL, ir.DataType.STRING)  # a mask takes a quarter of the memory of its data
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
-from ortops.graph.edit import remove_unread, replace_value, take_place
+from ortops.graph.autodiff.registry import Table
+from ortops.graph.edit import describe, remove_unread, replace_value, take_place
+from ortops.graph.matching import Form, Found, Search
 from ortops.graph.passes.draft import SESSION, Draft, Pass, Runtime
 from ortops.graph.tensor import Names, Tape, Tensor
 
-Result: TypeAlias = Tensor | Sequence[Tensor] | None
-"""The replacements for all outputs of a node; None to keep the node."""
+Result: TypeAlias = Tensor | Sequence[Tensor] | str | None
+"""The replacements for all outputs of a node; None to keep the node, or text that says why."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,35 @@ class Pattern:
     op_types: frozenset[str]
     domain: str
 
+    def apply(self, node: ir.Node, tape: Tape, is_free: Callable[[ir.Node], bool]) -> Result:
+        """Applies the pattern to a node, unless that is not free to be replaced."""
+        return self.function(node, tape) if is_free(node) else None
+
+
+@dataclass(frozen=True)
+class Formula(Pattern):
+    """A rewrite pattern for what a formula finds.
+
+    Attributes:
+        written: The formula.
+        replace: ``(found, tape)`` → replacements for the last node that was found; or None to keep
+            all, or text that says why.
+    """
+
+    written: Form
+    replace: Callable[[Found, Tape], Result]
+
+    def apply(self, node: ir.Node, tape: Tape, is_free: Callable[[ir.Node], bool]) -> Result:
+        """Applies the pattern to a node, unless a node that is found is not free."""
+        search, why = Search(self.written, node.outputs[0]), ""
+        for found in search:
+            result = self.replace(found, tape) if all(map(is_free, found.nodes)) else None
+            if isinstance(result, str):
+                why = f"{describe(node)}: {result}"
+            elif result is not None:
+                return result
+        return why or search.refusal or None
+
 
 def pattern(
     *op_types: str, domain: str = ""
@@ -39,7 +70,26 @@ def pattern(
     return lambda function: Pattern(function, frozenset(op_types), domain)
 
 
-def rewrite(graph: ir.Graph, names: Names, *patterns: Pattern) -> None:
+def formula(written: Form) -> Callable[[Callable[[Found, Tape], Result]], Formula]:
+    """Decorates a function that replaces what a formula finds; see `Formula`."""
+    return lambda replace: Formula(_of_no_node, written.roots, "", written, replace)
+
+
+def _of_no_node(node: ir.Node, tape: Tape) -> Result:
+    return None
+
+
+def _always(node: ir.Node) -> bool:
+    return True
+
+
+def rewrite(
+    graph: ir.Graph,
+    names: Names,
+    *patterns: Pattern,
+    is_free: Callable[[ir.Node], bool] = _always,
+    refused: list[str] | None = None,
+) -> bool:
     """Traverses a graph once and replaces the nodes that match patterns.
 
     New nodes are inserted before the node that they replace, are named after it, and are not
@@ -50,25 +100,46 @@ def rewrite(graph: ir.Graph, names: Names, *patterns: Pattern) -> None:
         names: The names used in it.
         *patterns: The patterns; the first one that matches is applied. A replacement of another
             rank is not used.
+        is_free: Whether a node may be replaced; by default, all may.
+        refused: Gets the reasons why near matches were kept.
+
+    Returns:
+        Whether anything was replaced.
     """
     by_operator: dict[tuple[str, str], list[Pattern]] = {}
     for each in patterns:
         for op_type in each.op_types:
             by_operator.setdefault((each.domain, op_type), []).append(each)
     if not any((node.domain, node.op_type) in by_operator for node in graph):
-        return
-    tape = Tape(graph, names=names)
+        return False
+    tape, changed = Tape(graph, names=names), False
     for node in list(graph):
         for each in by_operator.get((node.domain, node.op_type), ()):
             if node.graph is not graph:  # a pattern has removed it
                 break
             tape.before, tape.scope = node, f"{node.name or node.op_type}/"
-            results = each.function(node, tape)
+            results = each.apply(node, tape, is_free)
+            if isinstance(results, str):
+                if refused is not None:
+                    refused.append(results)
+                continue
             results = [results] if isinstance(results, Tensor) else results
             if results is not None and _have_ranks(node, results):
                 _replace(tape, node, results)
+                changed = True
                 break
     remove_unread(list(graph))
+    return changed
+
+
+def rewrite_with_bodies(graph: ir.Graph, *args: Any, **options: Any) -> bool:
+    """Calls `rewrite` for a graph and the bodies of Loop, If and Scan in it."""
+    bodies = list(graph.subgraphs())
+    changed = [rewrite(each, *args, **options) for each in (*bodies, graph)]
+    for each in bodies:  # a file declares the domains of all of them
+        for domain, version in each.opset_imports.items():
+            graph.opset_imports.setdefault(domain, version)
+    return any(changed)
 
 
 def _have_ranks(node: ir.Node, results: Sequence[Tensor]) -> bool:
@@ -88,8 +159,10 @@ def _replace(tape: Tape, node: ir.Node, results: Sequence[Tensor]) -> None:
         if not old.name:
             continue
         emitted, shown = tape.emitted(new.value), old.is_graph_output()
-        # Inputs and outputs of the graph keep their names, and cannot take that of the old value.
-        stays = new.value.is_graph_output() or new.value.producer() is None
+        # Inputs and outputs of the graph keep their names, and cannot take that of the old value;
+        # neither can a value of an outer graph be the output of a body.
+        made = new.value.producer()
+        stays = new.value.is_graph_output() or made is None or made.graph is not tape.graph
         if emitted and (new.shape is None or None in new.shape):
             new = new.with_shape_of(tape.tensor(old))
         if emitted or (shown and stays):
@@ -108,14 +181,55 @@ class PatternPass(Pass):
         name: See `Pass`.
         *patterns: The patterns.
         serves: See `Pass`.
+        bodies: Whether it also rewrites the bodies of Loop, If and Scan.
     """
 
     def __init__(
-        self, name: str, *patterns: Pattern, serves: Collection[Runtime] = SESSION
+        self,
+        name: str,
+        *patterns: Pattern,
+        serves: Collection[Runtime] = SESSION,
+        bodies: bool = False,
     ) -> None:
         super().__init__(name, serves)
-        self.patterns = patterns
+        self.patterns, self._bodies = patterns, bodies
 
     def finish(self, draft: Draft) -> None:
         """Rewrites the graph."""
-        rewrite(draft.graph, draft.names, *self.patterns)
+        function = rewrite_with_bodies if self._bodies else rewrite
+        function(draft.graph, draft.names, *self.patterns, refused=draft.refused(self.name))
+
+
+class Fusion(Pass):
+    """A pass that fuses nodes to one before differentiation.
+
+    Args:
+        name: See `Pass`.
+        *formulas: What is fused.
+        fused: The domain and the operator of the fused node; a rule of the user for it, or for a
+            part, turns the fusion off.
+        table: The rule of the fused node, if the built-in one is not for it.
+        serves: See `Pass`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *formulas: Formula,
+        fused: tuple[str, str],
+        table: Table | None = None,
+        serves: Collection[Runtime] = SESSION,
+    ) -> None:
+        super().__init__(name, serves)
+        self._formulas, self._fused, self._table = formulas, fused, table
+
+    def prepare(self, draft: Draft) -> None:
+        """Fuses nodes, also in the bodies of Loop, If and Scan."""
+        if draft.is_free(ir.Node(*self._fused, [])) and rewrite_with_bodies(
+            draft.graph,
+            draft.names,
+            *self._formulas,
+            is_free=draft.is_free,
+            refused=draft.refused(self.name),
+        ):
+            draft.add_rules(self._table or Table())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ortops.graph.choices import constant_integers
 from ortops.graph.edit import inner_graphs
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
-from ortops.graph.tensor import Tape, constant_tensor, op
+from ortops.graph.tensor import Tape, op
 
 
 class _Rounding(Pass):
@@ -43,10 +44,10 @@ def _sigmoid(node: ir.Node, tape: Tape) -> Result:
 def _mean(node: ir.Node, tape: Tape) -> Result:
     """Reduces the last of several axes first, like `ortops.graph.shapes.sum_along`."""
     x, axes = (*node.inputs, None)[:2]
-    chosen = constant_tensor(axes) if axes is not None else None
-    if x is None or x.shape is None or chosen is None or chosen.size < 2:
+    chosen = constant_integers(axes)
+    if x is None or x.shape is None or chosen is None or len(chosen) < 2:
         return None
-    *others, last = sorted(int(axis) % len(x.shape) for axis in chosen.numpy())
+    *others, last = sorted(axis % len(x.shape) for axis in chosen)
     keepdims = node.attributes.get_int("keepdims", 1)
     inner = op.ReduceMean(tape.tensor(x), [last], keepdims=keepdims)
     return op.ReduceMean(inner, others, keepdims=keepdims)

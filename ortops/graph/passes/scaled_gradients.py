@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ortops.graph.edit import node_after
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.draft import ONNXRUNTIME
-from ortops.graph.passes.products import FUSED_DOMAIN, transpose_flags
+from ortops.graph.passes.products import transpose_flags
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
 from ortops.graph.tensor import Tape, Tensor, op
 
@@ -85,7 +86,7 @@ def _places(node: ir.Node, columns: int) -> list[_Place]:
 
 def _place(product: ir.Node, index: int) -> _Place | None:
     """Returns where to multiply a product of two matrices instead of one of them."""
-    fused = (product.domain, product.op_type) == (FUSED_DOMAIN, "FusedMatMul")
+    fused = (product.domain, product.op_type) == (MICROSOFT, "FusedMatMul")
     if not fused and (product.domain or product.op_type not in ("Gemm", "MatMul")):
         return None
     shapes = [None if value is None else value.shape for value in product.inputs]

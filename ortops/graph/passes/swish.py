@@ -9,50 +9,30 @@ import onnx_ir as ir
 
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules.elementwise import swish
-from ortops.graph.edit import has_one_reader, producer_of
-from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
-from ortops.graph.passes.rewrite import Result, pattern, rewrite
+from ortops.graph.edit import emit_one
+from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.matching import Found, Variable, form
+from ortops.graph.passes.draft import ONNXRUNTIME
+from ortops.graph.passes.rewrite import Fusion, Result, formula
 from ortops.graph.tensor import Tape, Tensor
-
-DOMAIN = "com.microsoft"
 
 TABLE = Table()
 """The rule of QuickGelu, x · sigmoid(alpha · x)."""
 
-
-class _Swish(Pass):
-    """Fuses the two nodes of a Swish to one node."""
-
-    def prepare(self, draft: Draft) -> None:
-        """Fuses nodes before differentiation, unless the user has a rule for one of them."""
-        nodes = [node for node in draft.graph if not node.domain]
-        parts = [node for node in nodes if node.op_type in ("Mul", "Sigmoid")]
-        if not any(node.op_type == "Sigmoid" for node in parts):
-            return
-        if all(map(draft.is_free, (*parts, ir.Node(DOMAIN, "QuickGelu", [])))):
-            rewrite(draft.graph, draft.names, _fused)
-            draft.add_rules(TABLE)
+_X = Variable("the input")
 
 
-@pattern("Mul")
-def _fused(node: ir.Node, tape: Tape) -> Result:
-    for x, other in (node.inputs, node.inputs[::-1]):
-        sigmoid = producer_of(other, "Sigmoid")
-        if x is None or sigmoid is None or sigmoid.inputs[0] is not x:
-            continue
-        if x.dtype != ir.DataType.FLOAT or not has_one_reader(sigmoid.outputs[0]):
-            continue
-        fused = ir.Node(DOMAIN, "QuickGelu", [x], [ir.AttrFloat32("alpha", 1.0)], num_outputs=1)
-        fused.outputs[0].type, fused.outputs[0].shape = x.type, x.shape
-        tape.append(fused)
-        tape.graph.opset_imports.setdefault(DOMAIN, 1)
-        return tape.tensor(fused.outputs[0])
-    return None
+@formula(_X * form.Sigmoid(_X))
+def _fused(found: Found, tape: Tape) -> Result:
+    x = found[_X]
+    if x.dtype != ir.DataType.FLOAT:
+        return f"'{x.name}' is {x.dtype}, not float32"
+    return emit_one(MICROSOFT, "QuickGelu", [tape.tensor(x)], x.shape, alpha=1.0)
 
 
-@TABLE.vjp("QuickGelu", domain=DOMAIN)
+@TABLE.vjp("QuickGelu", domain=MICROSOFT)
 def _quick_gelu(g: Tensor, y: Tensor, x: Tensor, *, alpha: float = 1.702) -> Cotangents:
     return swish(g, y, x, alpha=alpha)
 
 
-SWISH = _Swish("swish", ONNXRUNTIME)
+SWISH = Fusion("swish", _fused, fused=(MICROSOFT, "QuickGelu"), table=TABLE, serves=ONNXRUNTIME)

@@ -11,7 +11,8 @@ from collections.abc import Container, Iterator, Mapping
 
 import onnx_ir as ir
 
-from ortops.graph.edit import ELEMENTWISE, copy_node, remove_unread, replace_value
+from ortops.graph.edit import ELEMENTWISE, copy_node, rank_of, remove_unread, replace_value
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.passes.products import fused_matmul, transpose_flags
 from ortops.graph.tensor import Tape, Tensor, op
@@ -120,10 +121,10 @@ def _supports_transposed(node: ir.Node, chosen: Container[ir.Value]) -> bool:
 
 def _is_product(node: ir.Node) -> bool:
     """Whether a node multiplies a matrix of float32 by another one, or a row by a matrix."""
-    left, right = (_rank(value) for value in (*node.inputs, None, None)[:2])
+    left, right = (rank_of(value) for value in (*node.inputs, None, None)[:2])
     product = (node.domain, node.op_type)
     return (
-        product in (("", "Gemm"), ("", "MatMul"), ("com.microsoft", "FusedMatMul"))
+        product in (("", "Gemm"), ("", "MatMul"), (MICROSOFT, "FusedMatMul"))
         and node.outputs[0].dtype == ir.DataType.FLOAT
         and (left == 2 or (left == 1 and product == ("", "MatMul")))
         and right == 2
@@ -132,11 +133,7 @@ def _is_product(node: ir.Node) -> bool:
 
 def _is_small(value: ir.Value | None) -> bool:
     """Whether a value is absent, a scalar, or a vector with an element per feature."""
-    return value is None or _rank(value) in (0, 1)
-
-
-def _rank(value: ir.Value | None) -> int | None:
-    return None if value is None or value.shape is None else len(value.shape)
+    return value is None or rank_of(value) in (0, 1)
 
 
 def _product(

@@ -17,10 +17,10 @@ from ortops.errors import UnsupportedError
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules.convolution import Placement, input_gradient, windows
 from ortops.graph.autodiff.rules.normalization import per_channel
-from ortops.graph.edit import describe, inner_graphs
+from ortops.graph.edit import describe, inner_graphs, node_after
 from ortops.graph.element_types import replace_type
 from ortops.graph.passes.draft import Draft, Pass, Runtime
-from ortops.graph.passes.rewrite import Result, pattern, rewrite
+from ortops.graph.passes.rewrite import Result, pattern, rewrite_with_bodies
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, op
 
@@ -55,10 +55,7 @@ class _WebGPU(Pass):
 
     def finish(self, draft: Draft) -> None:
         """Expands BatchNormalization, and replaces float64 computations with float32."""
-        graphs = [draft.graph]
-        for graph in graphs:
-            rewrite(graph, draft.names, expand_batch_normalization)
-            graphs += [inner for node in graph for inner in inner_graphs(node)]
+        rewrite_with_bodies(draft.graph, draft.names, expand_batch_normalization)
         kept = _separate(draft) if self._exact else set()
         replace_type(draft.graph, ir.DataType.DOUBLE, ir.DataType.FLOAT, _narrow_tensor, kept)
 
@@ -161,21 +158,12 @@ def _separate(draft: Draft) -> set[ir.Value]:
         others = [(user, index) for user, index in value.uses() if user not in nodes]
         if others:
             producer = value.producer()
-            follows = next(iter(graph), None) if producer is None else _after(graph, producer)
+            follows = next(iter(graph), None) if producer is None else node_after(producer)
             tape = Tape(graph, before=follows, names=draft.names)
             narrow = op.Cast(tape.tensor(value), to=ir.DataType.FLOAT.value).value
             for user, index in others:
                 user.replace_input_with(index, narrow)
     return kept
-
-
-def _after(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
-    """Returns the node that follows a node."""
-    nodes = iter(graph)
-    for each in nodes:
-        if each is node:
-            return next(nodes, None)
-    return None
 
 
 def _narrow_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:

@@ -18,10 +18,9 @@ from ortops.graph.autodiff.rules.convolution import ConvAttributes
 from ortops.graph.autodiff.rules.table import definition
 from ortops.graph.edit import is_float
 from ortops.graph.faults import pad_axes
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.shapes import size_of
 from ortops.graph.tensor import Tensor, op
-
-MICROSOFT = "com.microsoft"
 
 # Activations
 

@@ -16,10 +16,11 @@ from ortops.errors import UnsupportedError
 from ortops.graph.autodiff.registry import Cotangents
 from ortops.graph.autodiff.rules.attention import Scoring, attend_projected
 from ortops.graph.autodiff.rules.convolution import ConvAttributes, PoolAttributes
-from ortops.graph.autodiff.rules.microsoft import MICROSOFT, embed_layer_normalization
+from ortops.graph.autodiff.rules.microsoft import embed_layer_normalization
 from ortops.graph.autodiff.rules.quantization import STRAIGHT_THROUGH
 from ortops.graph.autodiff.rules.recurrent import RecurrentAttributes
 from ortops.graph.autodiff.rules.table import definition
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tensor, op
 

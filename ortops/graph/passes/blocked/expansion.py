@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import attribute_values, has_one_reader
+from ortops.graph.edit import attribute_values, emit_one, has_one_reader
 from ortops.graph.passes.blocked import kernels
 from ortops.graph.passes.blocked.kernels import KERNEL_DOMAIN, affine, reshape, sizes
 from ortops.graph.passes.blocked.rules import DOMAIN, all_phases, by_phases, windows_on
@@ -25,8 +25,6 @@ def expand(graph: ir.Graph, names: Names) -> None:
     """
     rewrite(graph, names, _expanded)
     rewrite(graph, names, _sum_in_convolution, _relu_in_convolution)
-    graph.opset_imports.pop(DOMAIN, None)
-    graph.opset_imports[KERNEL_DOMAIN] = 1
 
 
 def _expand_block(x: Tensor, *, block: int) -> Tensor:
@@ -122,7 +120,7 @@ def _expand_max_pool(x: Tensor, *, block: int, kernel_shape: Sequence[int], exac
     n, channels, *lengths = sizes(x)
     counts = [length // step for length, step in zip(lengths, kernel_shape, strict=True)]
     attributes = {"kernel_shape": list(kernel_shape), "strides": list(kernel_shape)}
-    return kernels.emit_one(KERNEL_DOMAIN, "MaxPool", [x], (n, channels, *counts), **attributes)
+    return emit_one(KERNEL_DOMAIN, "MaxPool", [x], (n, channels, *counts), **attributes)
 
 
 def _expand_global_average_pool(x: Tensor, *, block: int) -> Tensor:
@@ -173,11 +171,8 @@ def _sum_in_convolution(node: ir.Node, tape: Tape) -> Result:
     if conv is None or len(conv.inputs) > 3 or other.shape != x.shape or other is x:
         return None
     inputs = [*conv.inputs, None][:3]
-    attributes = list(conv.attributes.values())
-    fused = ir.Node(KERNEL_DOMAIN, "Conv", [*inputs, other], attributes)
-    fused.outputs[0].type, fused.outputs[0].shape = x.type, x.shape
-    tape.append(fused)
-    return tape.tensor(fused.outputs[0])
+    tensors = [None if value is None else tape.tensor(value) for value in (*inputs, other)]
+    return emit_one(KERNEL_DOMAIN, "Conv", tensors, x.shape, **attribute_values(conv))
 
 
 def _convolution(value: ir.Value) -> ir.Node | None:

@@ -8,14 +8,16 @@ from ortops.graph.autodiff.gradient_node import is_bound
 from ortops.graph.autodiff.rules import convolution
 from ortops.graph.edit import (
     attribute_values,
+    emit,
+    emit_one,
     has_one_reader,
     node_after,
     producer_of,
     remove_unread,
     replace_value,
 )
-from ortops.graph.passes.blocked import kernels, rules
-from ortops.graph.passes.blocked.kernels import emit_one, sizes
+from ortops.graph.passes.blocked import rules
+from ortops.graph.passes.blocked.kernels import sizes
 from ortops.graph.passes.blocked.rules import DOMAIN
 from ortops.graph.passes.draft import Draft
 from ortops.graph.passes.finite import clip_bounds
@@ -189,7 +191,7 @@ class _Insertion:
             inputs = [x, *(_with_zeros(each, channels - plain) for each in both)]
             self.twins[node.outputs[0]] = emit_one(DOMAIN, "Affine", inputs, sizes(x))
             return
-        y, *statistics = kernels.emit(
+        y, *statistics = emit(
             self.tape,
             DOMAIN,
             "BatchNormalization",

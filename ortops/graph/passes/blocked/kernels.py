@@ -17,15 +17,15 @@ import functools
 import itertools
 import math
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import onnx
-import onnx_ir as ir
-import onnxruntime
 
+from ortops.graph.edit import emit_one
+from ortops.graph.faults import outputs_of
 from ortops.graph.tensor import Tape, Tensor, op
 
 KERNEL_DOMAIN = "com.microsoft.nchwc"
@@ -41,15 +41,10 @@ def block_size() -> int | None:
         x = tape.input("x", np.float32, [1, 4, 4, 4])
         w = tape.initializer("w", np.ones((4, 4, 1, 1), np.float32))
         tape.output(op.Conv(x, w), "y")
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3  # no warning that the optimized model is for this machine only
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "probe.onnx"
-            options.optimized_model_filepath = str(path)
-            providers = ["CPUExecutionProvider"]
-            onnxruntime.InferenceSession(tape.model().SerializeToString(), options, providers)
+            outputs_of(tape.model(), written=str(path))
             graph = onnx.load(path).graph
     except OSError:  # no temporary folder is writable
         return None
@@ -58,62 +53,6 @@ def block_size() -> int | None:
         if (node.domain, node.op_type) == (KERNEL_DOMAIN, "Conv"):
             return int(shapes[node.input[1]][0])
     return None
-
-
-def emit(
-    tape: Tape,
-    domain: str,
-    op_type: str,
-    inputs: Sequence[Tensor | None],
-    shapes: Sequence[Iterable[int | ir.SymbolicDim]],
-    **attributes: Any,
-) -> tuple[Tensor, ...]:
-    """Appends a float32 node with known output shapes, without shape inference.
-
-    Args:
-        tape: The tape.
-        domain: The operator's domain.
-        op_type: The operator.
-        inputs: Its inputs; None for absent ones.
-        shapes: The shapes of its outputs.
-        **attributes: Its attributes; None for absent ones.
-    """
-    node = ir.Node(
-        domain,
-        op_type,
-        [None if tensor is None else tensor.value for tensor in inputs],
-        [_attribute(name, value) for name, value in attributes.items() if value is not None],
-        num_outputs=len(shapes),
-    )
-    tape.append(node)
-    for value, shape in zip(node.outputs, shapes, strict=True):
-        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
-    return tuple(tape.tensor(value) for value in node.outputs)
-
-
-def _attribute(name: str, value: float | str | Sequence[int]) -> ir.Attr:
-    """Returns an attribute; `ir.convenience` takes as long as all else of a new node together."""
-    match value:
-        case int():
-            return ir.AttrInt64(name, value)
-        case float():
-            return ir.AttrFloat32(name, value)
-        case str():
-            return ir.AttrString(name, value)
-        case _:
-            return ir.AttrInt64s(name, value)
-
-
-def emit_one(
-    domain: str,
-    op_type: str,
-    inputs: Sequence[Tensor | None],
-    shape: Iterable[int | ir.SymbolicDim],
-    **attributes: Any,
-) -> Tensor:
-    """Appends such a node with one output; see `emit`."""
-    tape = next(x.tape for x in inputs if x is not None)
-    return emit(tape, domain, op_type, inputs, [shape], **attributes)[0]
 
 
 def sizes(x: Tensor) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules import convolution
 from ortops.graph.autodiff.rules.convolution import Windows
+from ortops.graph.edit import emit_one
 from ortops.graph.passes.blocked import kernels
 from ortops.graph.passes.blocked.kernels import (
     affine,
@@ -43,7 +44,7 @@ def enter(x: Tensor, size: int) -> Tensor:
     """Converts (N, C, H, W) to the blocked layout, padded with channels of zeros."""
     n, channels, *spatial = sizes(x)
     shape = (n, -(-channels // size) * size, *spatial)
-    return kernels.emit_one(DOMAIN, "Block", [x], shape, block=size)
+    return emit_one(DOMAIN, "Block", [x], shape, block=size)
 
 
 def leave(x: Tensor, size: int, channels: int | None = None) -> Tensor:
@@ -51,7 +52,7 @@ def leave(x: Tensor, size: int, channels: int | None = None) -> Tensor:
     n, count, *spatial = sizes(x)
     kept = channels or count
     shape = (n, kept, *spatial)
-    return kernels.emit_one(DOMAIN, "Unblock", [x], shape, block=size, channels=kept)
+    return emit_one(DOMAIN, "Unblock", [x], shape, block=size, channels=kept)
 
 
 @vjp("Block", domain=DOMAIN)
@@ -166,7 +167,7 @@ def _batch_normalization(
         # d_x = scale / std · (g - mean of g - centred · mean of (g · centred) / variance)
         slope = image_sums(along, -1 / count) / variance
         inner = affine(centred, slope, image_sums(means, -1 / n), add=g_y)
-        d_x = kernels.emit_one(DOMAIN, "Scale", [inner, scale / std], sizes(x))
+        d_x = emit_one(DOMAIN, "Scale", [inner, scale / std], sizes(x))
     if g_mean is not None:
         d_mean = g_mean * momentum
         shift = g_mean * ((1 - momentum) / count)
