@@ -46,7 +46,7 @@ from ortops.engine.lowering import (
 from ortops.engine.training.feeds import Input
 from ortops.errors import FeedError, ModelError, did_you_mean
 from ortops.graph import convert
-from ortops.graph.edit import RANDOM, all_nodes, is_float, prune
+from ortops.graph.edit import RANDOM, all_nodes, is_float, set_outputs
 from ortops.graph.faults import is_affected
 from ortops.graph.files import external
 from ortops.graph.files.messages import has_domain
@@ -354,7 +354,7 @@ class Source:
                     raise ModelError(
                         f"outputs: the model has no tensor '{name}'; {did_you_mean(name, known)}"
                     )
-            _set_outputs(model.graph, [known[name] for name in self.selected])
+            set_outputs(model.graph, [known[name] for name in self.selected])
         return model
 
     def _derived(self, request: Request) -> Program:
@@ -418,7 +418,7 @@ class Source:
         else:
             model, outputs, _ = self._model_for(request)
             graph = model.graph
-            _set_outputs(graph, [value for value in graph.outputs if value.name not in outputs])
+            set_outputs(graph, [value for value in graph.outputs if value.name not in outputs])
         light = external.move_aside(model)
         name_gradients(light.proto)
         return Source(light, None, self.sess_options, self.providers)
@@ -442,7 +442,7 @@ class Source:
         seeds = [value for value in graph.inputs if value not in inputs]
         outputs = [] if request.kind == "jacobian" else list(self.outputs)
         known = {value.name: value for value in graph.outputs}
-        _set_outputs(graph, [known[name] for name in (*outputs, *added)])
+        set_outputs(graph, [known[name] for name in (*outputs, *added)])
         graph.opset_imports.setdefault(GRADIENT_DOMAIN, 1)
         return model, outputs, [value.name or "" for value in seeds]
 
@@ -547,13 +547,3 @@ def _values(graph: ir.Graph) -> dict[str, ir.Value]:
     values = [*graph.inputs, *graph.initializers.values()]
     values += [value for node in graph for value in node.outputs]
     return {value.name: value for value in values if value.name}
-
-
-def _set_outputs(graph: ir.Graph, values: Sequence[ir.Value]) -> None:
-    """Makes tensors the only outputs of a graph, and removes the nodes that they do not need."""
-    inputs = list(graph.inputs)
-    graph.outputs.clear()
-    graph.outputs.extend(values)
-    prune(graph)
-    graph.inputs.clear()
-    graph.inputs.extend(inputs)

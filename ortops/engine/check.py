@@ -15,12 +15,13 @@ import onnx_ir as ir
 from ortops import losses
 from ortops.engine.building.builder import Plan, plan_training
 from ortops.engine.building.groups import Groups
-from ortops.engine.building.parameters import quantized, readers
+from ortops.engine.building.parameters import quantized
 from ortops.engine.building.preparation import (
     BatchNormalization,
     prepare_for_training,
     refused_without_weights,
 )
+from ortops.engine.building.readers import readers
 from ortops.engine.lowering import lower_prepared, prepare
 from ortops.engine.summary import SHOWN, by_module, by_reason, first, short_shape, text_of
 from ortops.engine.trainable.metadata import entry_names, training_metadata
@@ -253,14 +254,7 @@ def check(
         found = training_metadata(proto)
         existing = {name: getattr(found, name) for name in ("schedule", "clipping", "averaging")}
         existing["groups"] = dict(found.groups)
-    first, *others = entry_names(proto)
-    about = []
-    if others and trainable is None:
-        about.append(
-            f"the report is about the training algorithm '{first}'; the file also has "
-            + ", ".join(f"'{name}'" for name in others)
-            + " (`ortops inspect` shows them)"
-        )
+    about = [] if trainable is not None else _about(entry_names(proto))
     try:
         prepared = prepare_for_training(
             light, _trained(light.proto, trainable), batch_normalization
@@ -296,6 +290,16 @@ def check(
         said=[*about, *plan.said, *faults.said(light.proto)],
         problems=report.problems or _failures(plan),
     )
+
+
+def _about(entries: Sequence[str]) -> list[str]:
+    """Returns a message about the other entries of a model that is trainable."""
+    first, *others = entries
+    if not others:
+        return []
+    listed = ", ".join(f"'{name}'" for name in others)
+    about = f"the report is about the training algorithm '{first}'; the file also has {listed}"
+    return [f"{about} (`ortops inspect` shows them)"]
 
 
 def _inference_report(proto: onnx.ModelProto, work: ir.Model) -> Report:
