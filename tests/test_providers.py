@@ -233,10 +233,10 @@ def test_what_may_be_overwritten() -> None:
 
 
 def test_graphs_for_a_device_have_no_forms_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[onnx.ModelProto] = []
+    opened: list[ir.Model] = []
     open_ = Sessions.open
 
-    def note(self: Sessions, model: onnx.ModelProto, **more: Any) -> InferenceSession:
+    def note(self: Sessions, model: ir.Model, **more: Any) -> InferenceSession:
         opened.append(model)
         return open_(self, model, **more)
 
@@ -245,10 +245,10 @@ def test_graphs_for_a_device_have_no_forms_for_the_cpu(monkeypatch: pytest.Monke
     trainable = build_training_model(model, loss="SoftmaxCrossEntropy", **arguments)
     TrainingSession(trainable, settings=ON_DEVICE).step(batch)
     (graph,) = opened
-    assert {node.domain for node in graph.graph.node} == {""}
+    assert {node.domain for node in graph.graph} == {""}
     del opened[:]
     TrainingSession(trainable).step(batch)
-    assert "com.microsoft" in {node.domain for each in opened for node in each.graph.node}
+    assert "com.microsoft" in {node.domain for each in opened for node in each.graph}
 
 
 def test_python_kernels_are_refused() -> None:

@@ -77,9 +77,6 @@ _FORMULAS: Mapping[str, Callable[[Builder], list[str]]] = {
 
 _BFLOAT16 = "tensor(bfloat16)"
 
-_LENT = 2**24
-"""Constants of at least this many bytes are shared with onnxruntime."""
-
 _SHAPES = 4
 """The number of shapes of inputs for which a program may have graphs of their own."""
 
@@ -107,7 +104,6 @@ class _Part:
         session: The session.
         inputs: The names of its inputs.
         outputs: The names of its outputs.
-        lent: The memory of weights that the session reads.
         is_bound: Whether it has inputs or outputs that only `compute` can convert.
         is_whole: Whether it has outputs that only `run` can convert: sequences and maps.
     """
@@ -115,7 +111,6 @@ class _Part:
     session: InferenceSession
     inputs: Sequence[str]
     outputs: Sequence[str]
-    lent: Mapping[str, Array]
     is_bound: bool
     is_whole: bool
 
@@ -271,13 +266,11 @@ class Program:
         inputs = [value.name or "" for value in graph.inputs]
         outputs = [value.name or "" for value in graph.outputs]
         _put_out_statistics(graph)
-        proto, lent = external.move_out(model, _LENT if self._sessions.lends else None)
-        optimize = not is_mostly_blocked(graph)
-        session = self._sessions.open(proto, optimize=optimize, lent=lent)
+        session = self._sessions.open(model, optimize=not is_mostly_blocked(graph))
         results = session.get_outputs()
         is_bound = any(each.type == _BFLOAT16 for each in (*session.get_inputs(), *results))
         is_whole = any(not each.type.startswith("tensor") for each in results)
-        return _Part(session, inputs, outputs, lent, is_bound, is_whole)
+        return _Part(session, inputs, outputs, is_bound, is_whole)
 
 
 class Source:

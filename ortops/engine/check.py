@@ -254,7 +254,14 @@ def check(
         found = training_metadata(proto)
         existing = {name: getattr(found, name) for name in ("schedule", "clipping", "averaging")}
         existing["groups"] = dict(found.groups)
-    about = [] if trainable is not None else _about(entry_names(proto))
+    first, *others = entry_names(proto)
+    about = []
+    if others and trainable is None:
+        about.append(
+            f"the report is about the training algorithm '{first}'; the file also has "
+            + ", ".join(f"'{name}'" for name in others)
+            + " (`ortops inspect` shows them)"
+        )
     try:
         prepared = prepare_for_training(
             light, _trained(light.proto, trainable), batch_normalization
@@ -290,16 +297,6 @@ def check(
         said=[*about, *plan.said, *faults.said(light.proto)],
         problems=report.problems or _failures(plan),
     )
-
-
-def _about(entries: Sequence[str]) -> list[str]:
-    """Returns a message about the other entries of a model that is trainable."""
-    first, *others = entries
-    if not others:
-        return []
-    listed = ", ".join(f"'{name}'" for name in others)
-    about = f"the report is about the training algorithm '{first}'; the file also has {listed}"
-    return [f"{about} (`ortops inspect` shows them)"]
 
 
 def _inference_report(proto: onnx.ModelProto, work: ir.Model) -> Report:

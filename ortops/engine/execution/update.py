@@ -19,7 +19,6 @@ from ortops.engine.execution.memory import ort_value
 from ortops.engine.execution.onnxruntime_sessions import Sessions, errors_as_ours
 from ortops.engine.execution.packed import Packed
 from ortops.engine.execution.translation import Translation
-from ortops.graph.files.serialization import to_proto
 
 Work: TypeAlias = Callable[[Mapping[str, Array]], None]
 """Applies an update, or a part of it, given the feeds and the gradients that are passed to it."""
@@ -115,9 +114,7 @@ class SessionUpdate(Update):
     def __init__(self, packed: Packed, sessions: Sessions) -> None:
         super().__init__(packed, sessions.threads)
         model = packed.model(1 if self._by_chunk else packed.rows)
-        self._session = sessions.open(
-            to_proto(model), single_thread=packed.rows > 1, anywhere=False
-        )
+        self._session = sessions.open(model, single_thread=packed.rows > 1, anywhere=False)
 
     def _bind_rows(self, begin: int, end: int, scalars: Sequence[Array], turn: int) -> BoundUpdate:
         run = self._session.run_with_iobinding

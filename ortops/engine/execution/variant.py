@@ -35,14 +35,10 @@ from ortops.engine.execution.updates_in_graph import (
 from ortops.engine.inference import InferenceSession
 from ortops.graph.element_types import values_of_type
 from ortops.graph.files import external
-from ortops.graph.files.serialization import to_proto
 from ortops.graph.passes.blocked import is_mostly_blocked
 from ortops.graph.passes.order import put_last_results_first
 from ortops.graph.passes.quantized_weights import dequantize_products
 from ortops.graph.tensor import Names
-
-_LENT = 2**24
-"""Constants of at least this many bytes, such as frozen weights, are shared with onnxruntime."""
 
 _COPIED = 2**20  # the largest outputs, in bytes, that are copied from onnxruntime's memory
 
@@ -97,13 +93,10 @@ class Variant:
         }
         self.session: InferenceSession | None = None  # as if all gradients are fed
         if graph.outputs:
-            limit = _LENT if sessions.lends else None
-            proto, self._lent = external.move_out(model, limit)
             self.session = sessions.open(
-                proto,
+                model,
                 spin=template.spins,
                 optimize=optimize,
-                lent=self._lent,
                 disabled=[REMOVES_COPIES] if self.in_place else [],
             )
         self.nodes: list[PlacedNode] | None = []
@@ -149,7 +142,7 @@ class Variant:
         states = {**self.template.unpacked, **dict(zip(self.inputs, self.outputs, strict=True))}
         step = self.template.step
         model = repeat(self.graph, states, self.inputs, step.feeds, step.loss)
-        session = self.template.sessions.open(to_proto(model))
+        session = self.template.sessions.open(model)
         return Repetition(session, states, self.inputs, self.constants)
 
 
