@@ -111,14 +111,8 @@ class Execution:
             )
             for step in steps
         ]
-        owners = self.variables.updated_by
         self._parts = [
-            Part(
-                template,
-                self.variables,
-                settings.shapes,
-                [name for name in template.step.variables if owners.get(name, number) != number],
-            )
+            Part(template, self.variables, number, settings.shapes)
             for number, template in enumerate(templates)
         ]
         self._in_backward = any(template.in_backward for template in templates)
@@ -131,10 +125,9 @@ class Execution:
         self._labels = output_labels([[*step.outputs, *step.varying] for step in steps], names)
         self._take_packed()
         self._hold(values, sessions)
-        for number, part in enumerate(self._parts):
-            for graph in part.graphs():
-                if not graph.gains:
-                    graph.of({}, self.variables.buffers_of(number))
+        for graph in (graph for part in self._parts for graph in part.graphs()):
+            if not graph.gains:
+                graph.of({})
         if not sessions.on_cpu:
             log_fallback(sessions.names, self._nodes() or ())
 
@@ -356,11 +349,8 @@ class Execution:
         if wanted is None:
             labels_of = [list(self._labels[n].values())[: self._outputs[n]] for n in self._chosen]
             wanted = [label for labels in labels_of for label in labels]
-        shapes, (turns, _) = _shapes(feeds), self.variables.position
-        bindings = {
-            n: self._parts[n].binding(shapes, self.variables.buffers_of(n), turns[n])
-            for n in self._chosen
-        }
+        shapes = _shapes(feeds)
+        bindings = {number: self._parts[number].whole(shapes) for number in self._chosen}
         if not self._in_backward:
             return self._run(bindings, feeds, wanted, note)
         shown: dict[str, Array] = {}  # the run itself changes variables
@@ -387,7 +377,7 @@ class Execution:
         shown: dict[str, Array] = {}
         last = list(bindings)[-1]
         for number, part in bindings.items():
-            given = {**feeds, **self._foreign_values(number, new_turns)}
+            given = {**feeds, **self._parts[number].foreign_values(new_turns)}
             labels = self._labels[number]
             own = [name for name in part.shown if labels.get(name, name) in wanted]
             found = part.differentiate(given, own)
@@ -449,19 +439,6 @@ class Execution:
         for number in self._chosen:
             self._parts[number].forget()
 
-    def _foreign_values(self, number: int, turns: Sequence[int]) -> dict[str, Memory]:
-        """Returns the memory of what a part reads and another one updates.
-
-        Args:
-            number: The part.
-            turns: The index of the present buffers of each part.
-        """
-        owners = self.variables.updated_by
-        return {
-            name: self.variables[name].buffers[turns[owners[name]]]
-            for name in self._parts[number].foreign
-        }
-
     def split_step(self) -> SplitStep:
         """Returns the step cut into two parts after its gradients, created by the first call.
 
@@ -496,17 +473,15 @@ class Execution:
         self._prepare()
         split_step = self.split_step()
         begin = time.perf_counter()
-        turns, _ = self.variables.position
-        (number,) = self._chosen
         names = split_step.names
         flat, found = split_step.layout.zeros()
         carried = {n: np.empty_like(self.present(n)) for n in names.carried if n in self.variables}
         into = {names.given[name]: array for name, array in found.items()}
         into |= {names.carried[name]: array for name, array in carried.items()}
         fetched = {name: label for label, name in names.carried.items() if name not in into}
-        buffers = self.variables.buffers_of(number)
-        binding = split_step.gradients.of(_shapes(feeds), buffers).bindings[turns[number]]
-        given = {**feeds, **self._foreign_values(number, turns), **(instead or {})}
+        foreign = split_step.gradients.foreign_values(self.variables.position[0])
+        binding = split_step.gradients.half(_shapes(feeds))
+        given = {**feeds, **foreign, **(instead or {})}
         shown = binding.differentiate(given, [*wanted, *fetched], into)
         carried |= {label: shown.pop(name) for name, label in fetched.items()}
         carried |= {name: feeds[name].copy() for name in names.fed}
@@ -534,9 +509,7 @@ class Execution:
         for label, name in (*names.carried.items(), *zip(names.fed, names.fed, strict=True)):
             feeds[name] = carried[label] if label in carried else self.present(label)
         (number,) = self._chosen
-        turns, _ = self.variables.position
-        buffers = self.variables.buffers_of(number)
-        self._run({number: split_step.apply.of({}, buffers).bindings[turns[number]]}, feeds, ())
+        self._run({number: split_step.apply.half({})}, feeds, ())
 
     @property
     def repeatable(self) -> bool:
@@ -562,9 +535,8 @@ class Execution:
         turns, made = self.variables.position
         (number,) = self._chosen
         shapes = {name: array.shape[1:] for name, array in feeds.items()}
-        buffers, turn = self.variables.buffers_of(number), turns[number]
-        variant = self._parts[number].of(shapes, buffers)
-        losses = variant.repetition.run(buffers, turn, feeds)
+        part, turn = self._parts[number], turns[number]
+        losses = part.of(shapes).repetition.run(part.buffers, turn, feeds)
         changed = tuple(1 - turn if n == number else other for n, other in enumerate(turns))
         self.variables.position = (changed, made + count)
         return losses

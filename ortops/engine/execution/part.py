@@ -9,11 +9,12 @@ from typing import TypeAlias
 
 from ortops._common.garbage_collection import pause_collection
 from ortops._common.uninterrupted import run_uninterrupted
+from ortops.engine.execution.memory import Memory
 from ortops.engine.execution.placement import PlacedNode, nodes_of
 from ortops.engine.execution.split_step import Cut, Layout
 from ortops.engine.execution.template import Template
 from ortops.engine.execution.variables import Variables
-from ortops.engine.execution.variant import Binding, Buffers, Variant
+from ortops.engine.execution.variant import Binding, Variant
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
@@ -28,15 +29,13 @@ class Part:
     Args:
         template: The part for batches of any shape.
         variables: The variables of the execution.
+        number: The index of the part.
         capacity: How many shapes get graphs of their own.
-        foreign: The variables that it reads and another part updates. They change their memory, so
-            they are bound before each run.
-        rebound: Further inputs that are bound before each run.
+        rebound: Inputs that are bound before each run, besides what another part updates.
 
     Attributes:
         template: As given.
         variables: As given.
-        foreign: As given.
         gains: Whether graphs for known shapes are faster.
         split: What `split_step` has returned; None before it is called.
     """
@@ -45,13 +44,15 @@ class Part:
         self,
         template: Template,
         variables: Variables,
+        number: int,
         capacity: int,
-        foreign: Sequence[str] = (),
         rebound: Collection[str] = (),
     ) -> None:
-        self.template, self.foreign, self.gains = template, foreign, template.gains
-        self.variables, self._capacity = variables, capacity
-        self._rebound = {*foreign, *rebound}
+        self.template, self.gains = template, template.gains
+        self.variables, self._number, self._capacity = variables, number, capacity
+        owners = {name: variables.updated_by.get(name, number) for name in template.step.variables}
+        self._owners = {name: owner for name, owner in owners.items() if owner != number}
+        self._rebound = {*self._owners, *rebound}
         self.forget()
 
     def forget(self) -> None:
@@ -60,27 +61,45 @@ class Part:
         self._made: dict[tuple[tuple[str, tuple[int, ...]], ...], Variant] = {}
         self.split: SplitStep | None = None
 
-    def of(self, shapes: Shapes, buffers: Buffers) -> Variant:
-        """Returns the graph for batches of given shapes, bound to memory.
+    @property
+    def turn(self) -> int:
+        """Which of the two buffers of the variables that it updates has the present values."""
+        return self.variables.position[0][self._number]
+
+    def buffers(self, name: str, turn: int) -> tuple[Memory, Memory]:
+        """Returns the memory that a variable is read from, and that its next value is written to.
+
+        What another part updates is read from its present buffer, which changes.
+        """
+        both = self.variables[name].buffers
+        if name in self._owners:
+            return (both[self.variables.turn_of(name)],) * 2
+        return both[turn], both[1 - turn]
+
+    def foreign_values(self, turns: Sequence[int]) -> dict[str, Memory]:
+        """Returns the memory of what the part reads and another one updates.
 
         Args:
-            shapes: The shapes of the feeds.
-            buffers: Returns the memory of variables.
+            turns: The index of the present buffers of each part.
         """
+        return {n: self.variables[n].buffers[turns[owner]] for n, owner in self._owners.items()}
+
+    def of(self, shapes: Shapes) -> Variant:
+        """Returns the graph for batches of given shapes, bound to memory."""
         key = tuple(shapes.items()) if self.gains else ()
         if key not in self._made:
             own = len(self.shapes) < self._capacity and self.template.gains_at(shapes)
             # Uninterrupted, because other libraries wrap exceptions of signal handlers in their
             # own.
-            make = functools.partial(self._variant, shapes if own else None, buffers)
+            make = functools.partial(self._variant, shapes if own else None)
             self._made[key] = run_uninterrupted(make)
         return self._made[key]
 
     @pause_collection()
-    def _variant(self, shapes: Shapes | None, buffers: Buffers) -> Variant:
+    def _variant(self, shapes: Shapes | None) -> Variant:
         variant = self._any_shape() if shapes is None else Variant(self.template, shapes)
         if not variant.bindings:
-            variant.bind(buffers, self._rebound)
+            variant.bind(self.buffers, self._rebound)
         return variant
 
     def _any_shape(self) -> Variant:
@@ -88,19 +107,16 @@ class Part:
         self._general = self._general or Variant(self.template, None)
         return self._general
 
-    def binding(self, shapes: Shapes, buffers: Buffers, turn: int) -> Binding:
-        """Returns what computes the gradients of a batch and applies them, wherever that runs.
+    def half(self, shapes: Shapes) -> Binding:
+        """Returns what runs the graph for batches of given shapes on the present values."""
+        return self.of(shapes).bindings[self.turn]
 
-        Args:
-            shapes: The shapes of the feeds.
-            buffers: Returns the memory of variables.
-            turn: Which of the two buffers of a variable to read.
-        """
+    def whole(self, shapes: Shapes) -> Binding:
+        """Returns what computes the gradients of a batch and applies them, wherever that runs."""
         if not self.template.overwrites:
-            return self.of(shapes, buffers).bindings[turn]
+            return self.half(shapes)
         split = self.split_step()
-        gradients = split.gradients.of(shapes, buffers).bindings[turn]
-        return gradients.followed_by(split.apply.of({}, buffers).bindings[turn], split.passed)
+        return split.gradients.half(shapes).followed_by(split.apply.half({}), split.passed)
 
     def graphs(self) -> list[Part]:
         """Returns what a step runs: the part itself, or the halves of one that overwrites."""
@@ -122,7 +138,7 @@ class Part:
     def _cut(self) -> SplitStep:
         gradients, apply, names = self.template.cut()
         step = self.template.step
-        make = functools.partial(Part, variables=self.variables, foreign=self.foreign)
+        make = functools.partial(Part, variables=self.variables, number=self._number)
         return SplitStep(
             names,
             make(

@@ -123,19 +123,3 @@ class Variables(dict[str, Variable]):
                 raise
 
         self._changes.change(change)
-
-    def buffers_of(self, number: int) -> Callable[[str, int], tuple[Memory, Memory]]:
-        """Returns what maps a variable and a turn to the memory that a part reads and writes.
-
-        Args:
-            number: The part. What another part updates is read from its present buffer, which
-                changes; so it is bound again in each run.
-        """
-
-        def buffers(name: str, turn: int) -> tuple[Memory, Memory]:
-            both = self[name].buffers
-            if self.updated_by.get(name, number) != number:
-                return (both[self.turn_of(name)],) * 2
-            return both[turn], both[1 - turn]
-
-        return buffers
