@@ -11,10 +11,9 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortops import TrainingSession
-from ortops.engine.execution.binding import Binding
 from ortops.engine.execution.execution import Execution
 from ortops.engine.execution.packed import Packed
-from ortops.engine.execution.variant import Variant
+from ortops.engine.execution.variant import Binding, Variant
 from ortops.engine.training.loaded_model import LoadedModel
 
 __all__ = [
@@ -45,28 +44,27 @@ def memory_of(session: TrainingSession, name: str) -> Any:
 
 def packed_of(session: TrainingSession) -> list[Packed]:
     """Returns the packed updates, with their formulas."""
-    return [each for template in execution_of(session)._templates for each in template.packed]
+    return [each for part in execution_of(session)._parts for each in part.template.packed]
 
 
 def graph_of(session: TrainingSession) -> ir.Graph:
     """Returns the graph that steps run for batches of any shape."""
-    return _variant_of(session)._graph
+    return _variant_of(session).graph
 
 
 def session_of(session: TrainingSession) -> onnxruntime.InferenceSession:
     """Returns the onnxruntime session that runs this graph."""
-    found = _variant_of(session)._session
+    found = _variant_of(session).session
     assert found is not None
     return found
 
 
 def binding_of(session: TrainingSession) -> Binding:
-    """Binds this graph to the memory of the variables, as for the first step."""
-    return _variant_of(session).bind(execution_of(session)._buffers_of(0)(0, 0), 0)
+    """Returns this graph, bound to the memory of the variables as for the first step."""
+    return _variant_of(session).bindings[0]
 
 
 def _variant_of(session: TrainingSession) -> Variant:
-    cached = execution_of(session)._caches[0]._general
-    assert cached is not None
-    (variant,) = cached.variants
+    variant = execution_of(session)._parts[0]._general
+    assert variant is not None
     return variant

@@ -159,3 +159,17 @@ def test_no_import_waits_in_a_function() -> None:
                 ours = [n for n in inner if "ortops" in ast.unparse(n)]
                 found += [f"{module}: {ast.unparse(each)}" for each in ours]
     assert not found, "\n".join(found)
+
+
+def test_the_classes_that_run_a_step_are_told_apart() -> None:
+    package = "engine.execution"
+    told = ast.get_docstring(tree_of(MODULES[f"{package}.__init__"])) or ""
+    classes = {
+        node.name
+        for name, path in MODULES.items()
+        if name.startswith(f"{package}.")
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    }
+    named = {each for each in told.split("`")[1::2] if each[0].isupper()}
+    assert named == classes

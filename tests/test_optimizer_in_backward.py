@@ -18,8 +18,8 @@ from memory_peaks import counts_peaks, deep, peak
 
 import ortops
 from ortops import ArgumentError, Tape, TrainingSession, UnsupportedError, build_training_model, op
-from ortops.engine.execution.binding import Binding
 from ortops.engine.execution.settings import Settings
+from ortops.engine.execution.variant import Binding
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.tensor import IR_VERSION
 from ortops.optimizers import Adam, Adam8bit, Momentum

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import ortops
 from models import echo, line, mlp
 from ortops import losses, metrics, op, optimizers
+from ortops.engine.building.builder import BuildSettings
 
 BATCH = {"images": np.ones((4, 4), np.float32), "labels": np.array([0, 1, 2, 1])}
 
@@ -166,6 +169,19 @@ def test_data_and_labels_by_position_are_explained() -> None:
         with pytest.raises(TypeError, match="one data set") as error:
             method(line.BATCH["x"], line.BATCH["targets"])
         assert isinstance(error.value, ortops.ArgumentError)
+
+
+def test_the_builders_have_the_same_settings() -> None:
+    declared = typing.get_type_hints(BuildSettings).keys()
+    own = inspect.signature(ortops.build_training_model).parameters.values()
+    expected = {each.name: each.default for each in own if each.kind is each.KEYWORD_ONLY}
+    assert declared == expected.keys()
+    for call, more in ((ortops.build_training_file, set()), (ortops.add_training, {"name"})):
+        given = inspect.signature(call).parameters.values()
+        found = {each.name: each.default for each in given if each.kind is each.KEYWORD_ONLY}
+        assert {n: default for n, default in found.items() if n not in more} == expected
+        with pytest.raises(TypeError, match="missing a required argument"):
+            call("model.onnx")
 
 
 def test_arguments_of_the_builder_are_explained() -> None:

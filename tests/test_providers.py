@@ -19,12 +19,12 @@ from models.lenet import lenet
 from models.resnet import resnet
 from ortops import TrainingSession, build_training_model, optimizers
 from ortops.cli import main
-from ortops.engine.execution import binding, memory, onnxruntime_sessions
-from ortops.engine.execution.device_updates import copy_last
+from ortops.engine.execution import memory, onnxruntime_sessions, variant
 from ortops.engine.execution.memory import Device, DeviceArray, device_of, fetch, put
 from ortops.engine.execution.onnxruntime_sessions import Sessions
 from ortops.engine.execution.providers import choose_providers
 from ortops.engine.execution.settings import Settings
+from ortops.engine.execution.updates_in_graph import copy_last
 from ortops.engine.inference import InferenceSession
 from ortops.errors import ArgumentError, UnsupportedError
 from ortops.llm import FineTuning
@@ -87,7 +87,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for place in ("binding.fetch", "binding.put", "execution.fetch", "memory.put"):
+    for place in ("variant.fetch", "variant.put", "variables.fetch", "memory.put"):
         monkeypatch.setattr(f"ortops.engine.execution.{place}", note(place.rsplit(".", 1)[-1]))
     return found
 
@@ -233,10 +233,10 @@ def test_what_may_be_overwritten() -> None:
 
 
 def test_graphs_for_a_device_have_no_forms_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[onnx.ModelProto] = []
+    opened: list[ir.Model] = []
     open_ = Sessions.open
 
-    def note(self: Sessions, model: onnx.ModelProto, **more: Any) -> InferenceSession:
+    def note(self: Sessions, model: ir.Model, **more: Any) -> InferenceSession:
         opened.append(model)
         return open_(self, model, **more)
 
@@ -245,10 +245,10 @@ def test_graphs_for_a_device_have_no_forms_for_the_cpu(monkeypatch: pytest.Monke
     trainable = build_training_model(model, loss="SoftmaxCrossEntropy", **arguments)
     TrainingSession(trainable, settings=ON_DEVICE).step(batch)
     (graph,) = opened
-    assert {node.domain for node in graph.graph.node} == {""}
+    assert {node.domain for node in graph.graph} == {""}
     del opened[:]
     TrainingSession(trainable).step(batch)
-    assert "com.microsoft" in {node.domain for each in opened for node in each.graph.node}
+    assert "com.microsoft" in {node.domain for each in opened for node in each.graph}
 
 
 def test_python_kernels_are_refused() -> None:
@@ -487,7 +487,7 @@ def test_inputs_that_are_copied_when_they_are_bound(
     cpu = TrainingSession(model)
     device = TrainingSession(model, providers=AZURE, settings=settings)
     with pytest.MonkeyPatch.context() as patch:  # as if inputs were bound once
-        patch.setattr(binding, "inputs_elsewhere", lambda session, memories: [])
+        patch.setattr(variant, "inputs_elsewhere", lambda session, memories: [])
         stale = TrainingSession(model, providers=AZURE, settings=settings)
     for _ in range(6):
         expected, found = cpu.step(batch), device.step(batch)

@@ -13,7 +13,7 @@ import pytest
 from memory_peaks import counts_peaks, deep, peak
 
 import ortops
-from ortops.engine.execution import execution
+from ortops.engine.execution import variables
 from ortops.graph.files import external
 
 SETUP = """
@@ -54,7 +54,7 @@ def test_variables_that_were_half_set_are_not_used(monkeypatch: pytest.MonkeyPat
         raise OSError("the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(execution, "put_all", fail)
+        patch.setattr(variables, "put_all", fail)
         with pytest.raises(OSError, match="the disk is gone"):
             session.reset()
     with pytest.raises(ortops.OrtopsError, match=r"setting variables failed \(the disk is gone\)"):

@@ -37,10 +37,10 @@ from benchmarks import works
 from benchmarks.task import OPTIMIZERS as HYPERPARAMETERS
 from models.mlp import mlp
 from ortops import TrainingSession, optimizers
-from ortops.engine.execution import onnxruntime_sessions, packed, variant
-from ortops.engine.execution.binding import Binding
-from ortops.engine.execution.compilation import Call
+from ortops.engine.execution import onnxruntime_sessions, packed
+from ortops.engine.execution.compilation import Call, run_in_a_row
 from ortops.engine.execution.settings import Settings
+from ortops.engine.execution.variant import Binding
 from ortops.errors import FeedError, OrtopsError
 
 Rule = Callable[..., Any]
@@ -256,14 +256,10 @@ def test_no_signal_handler_runs_between_a_compiled_update_and_the_end_of_its_ste
     call.native = functools.partial(ctypes.CDLL(None)["raise"], int(signal.SIGALRM))
     done: list[int] = []
     finish = functools.partial(done.append, 1)
-    nothing: dict[str, Any] = {"read": {}, "written": {}, "shown": [], "copies": [], "updates": []}
-    binding = Binding(
-        None, **nothing, interruptible=False, rebound=(), passed=(), calls=[call, call]
-    )
     previous = signal.signal(signal.SIGALRM, handler)
     try:
         with pytest.raises(AlarmError):
-            binding.update_and(finish)
+            run_in_a_row([call, call], finish)
         assert done == [1]
     finally:
         signal.signal(signal.SIGALRM, previous)
@@ -558,15 +554,15 @@ def test_frozen_weights_are_lent_to_onnxruntime(
     ]
     options = onnxruntime.SessionOptions() if asked else None
     found, sizes = [], []
-    made = onnxruntime_sessions.Sessions.open
+    made = onnxruntime_sessions.open_lowered
 
-    def note(self: Any, proto: onnx.ModelProto, **arguments: Any) -> Any:
+    def note(proto: onnx.ModelProto, *arguments: Any) -> Any:
         sizes.append(proto.ByteSize())
-        return made(self, proto, **arguments)
+        return made(proto, *arguments)
 
-    monkeypatch.setattr(onnxruntime_sessions.Sessions, "open", note)
+    monkeypatch.setattr(onnxruntime_sessions, "open_lowered", note)
     for limit in (2**24, 0):
-        monkeypatch.setattr(variant, "_LENT", limit)
+        monkeypatch.setattr(onnxruntime_sessions, "_LENT", limit)
         session = TrainingSession(model, sess_options=options)
         losses = [session.step(batch)["loss"] for batch in batches]
         losses += list(session.run_steps(batches))

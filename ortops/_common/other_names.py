@@ -175,5 +175,36 @@ def explains_arguments(**others: str) -> Callable[[Callable[_P, _R]], Callable[_
     return decorate
 
 
+def has_arguments_of(source: Callable[..., Any]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Returns a decorator for a function that passes keyword arguments on to another one.
+
+    Its signature then has those of the other one in place of ``**``.
+
+    Example:
+        >>> def fit(data, *, epochs=1): ...
+        >>> @has_arguments_of(fit)
+        ... def fit_file(path, **settings): ...
+        >>> inspect.signature(fit_file)
+        <Signature (path, *, epochs=1)>
+    """
+
+    def decorate(call: Callable[_P, _R]) -> Callable[_P, _R]:
+        own, others = (inspect.signature(each).parameters.values() for each in (call, source))
+        kept = [each for each in own if each.kind is not each.VAR_KEYWORD]
+        kept += [each for each in others if each.kind is each.KEYWORD_ONLY]
+        signature = inspect.signature(call).replace(parameters=kept)
+
+        @functools.wraps(call)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return call(*bound.args, **bound.kwargs)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
+
+
 def _plain(name: Any) -> str:
     return re.sub(r"[_\-\s]", "", str(name)).lower()

@@ -46,7 +46,7 @@ from ortops.engine.lowering import (
 from ortops.engine.training.input_values import Input
 from ortops.errors import FeedError, ModelError, did_you_mean
 from ortops.graph import convert
-from ortops.graph.edit import RANDOM, all_nodes, is_float, prune
+from ortops.graph.edit import RANDOM, all_nodes, is_float, set_outputs
 from ortops.graph.faults import is_affected
 from ortops.graph.files import external
 from ortops.graph.files.messages import has_domain
@@ -77,9 +77,6 @@ _FORMULAS: Mapping[str, Callable[[Builder], list[str]]] = {
 
 _BFLOAT16 = "tensor(bfloat16)"
 
-_LENT = 2**24
-"""Constants of at least this many bytes are shared with onnxruntime."""
-
 _SHAPES = 4
 """The number of shapes of inputs for which a program may have graphs of their own."""
 
@@ -107,7 +104,6 @@ class _Part:
         session: The session.
         inputs: The names of its inputs.
         outputs: The names of its outputs.
-        lent: The memory of weights that the session reads.
         is_bound: Whether it has inputs or outputs that only `compute` can convert.
         is_whole: Whether it has outputs that only `run` can convert: sequences and maps.
     """
@@ -115,7 +111,6 @@ class _Part:
     session: InferenceSession
     inputs: Sequence[str]
     outputs: Sequence[str]
-    lent: Mapping[str, Array]
     is_bound: bool
     is_whole: bool
 
@@ -271,13 +266,11 @@ class Program:
         inputs = [value.name or "" for value in graph.inputs]
         outputs = [value.name or "" for value in graph.outputs]
         _put_out_statistics(graph)
-        proto, lent = external.move_out(model, _LENT if self._sessions.lends else None)
-        optimize = not is_mostly_blocked(graph)
-        session = self._sessions.open(proto, optimize=optimize, lent=lent)
+        session = self._sessions.open(model, optimize=not is_mostly_blocked(graph))
         results = session.get_outputs()
         is_bound = any(each.type == _BFLOAT16 for each in (*session.get_inputs(), *results))
         is_whole = any(not each.type.startswith("tensor") for each in results)
-        return _Part(session, inputs, outputs, lent, is_bound, is_whole)
+        return _Part(session, inputs, outputs, is_bound, is_whole)
 
 
 class Source:
@@ -354,7 +347,7 @@ class Source:
                     raise ModelError(
                         f"outputs: the model has no tensor '{name}'; {did_you_mean(name, known)}"
                     )
-            _set_outputs(model.graph, [known[name] for name in self.selected])
+            set_outputs(model.graph, [known[name] for name in self.selected])
         return model
 
     def _derived(self, request: Request) -> Program:
@@ -418,7 +411,7 @@ class Source:
         else:
             model, outputs, _ = self._model_for(request)
             graph = model.graph
-            _set_outputs(graph, [value for value in graph.outputs if value.name not in outputs])
+            set_outputs(graph, [value for value in graph.outputs if value.name not in outputs])
         light = external.move_aside(model)
         name_gradients(light.proto)
         return Source(light, None, self.sess_options, self.providers)
@@ -442,7 +435,7 @@ class Source:
         seeds = [value for value in graph.inputs if value not in inputs]
         outputs = [] if request.kind == "jacobian" else list(self.outputs)
         known = {value.name: value for value in graph.outputs}
-        _set_outputs(graph, [known[name] for name in (*outputs, *added)])
+        set_outputs(graph, [known[name] for name in (*outputs, *added)])
         graph.opset_imports.setdefault(GRADIENT_DOMAIN, 1)
         return model, outputs, [value.name or "" for value in seeds]
 
@@ -547,13 +540,3 @@ def _values(graph: ir.Graph) -> dict[str, ir.Value]:
     values = [*graph.inputs, *graph.initializers.values()]
     values += [value for node in graph for value in node.outputs]
     return {value.name: value for value in values if value.name}
-
-
-def _set_outputs(graph: ir.Graph, values: Sequence[ir.Value]) -> None:
-    """Makes tensors the only outputs of a graph, and removes the nodes that they do not need."""
-    inputs = list(graph.inputs)
-    graph.outputs.clear()
-    graph.outputs.extend(values)
-    prune(graph)
-    graph.inputs.clear()
-    graph.inputs.extend(inputs)

@@ -100,7 +100,6 @@ def _keep(graph: ir.Graph, outputs: Sequence[str], residuals: Sequence[str]) -> 
     """Makes the outputs and the residuals the only outputs of a graph."""
     values = {value.name: value for node in graph for value in node.outputs}
     kept = {value.name: value for value in graph.outputs if value.name in outputs}
-    graph.outputs.clear()
-    graph.outputs.extend(kept.values())
-    graph.outputs.extend(values[name] for name in residuals if name not in kept)
+    more = [values[name] for name in residuals if name not in kept]
+    graph.outputs[:] = [*kept.values(), *more]
     prune(graph)

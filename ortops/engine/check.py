@@ -15,12 +15,13 @@ import onnx_ir as ir
 from ortops import losses
 from ortops.engine.building.builder import Plan, plan_training
 from ortops.engine.building.groups import Groups
-from ortops.engine.building.parameters import quantized, readers
+from ortops.engine.building.parameters import quantized
 from ortops.engine.building.preparation import (
     BatchNormalization,
     prepare_for_training,
     refused_without_weights,
 )
+from ortops.engine.building.readers import readers
 from ortops.engine.lowering import lower_prepared, prepare
 from ortops.engine.summary import SHOWN, by_module, by_reason, first, short_shape, text_of
 from ortops.engine.trainable.metadata import entry_names, training_metadata

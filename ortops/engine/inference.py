@@ -88,6 +88,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         [array([2., 6.], dtype=float32)]
     """
 
+    lent: Mapping[str, Array]  # the memory of constants that onnxruntime reads where it is
+
     @blame_model
     @finished_at_exit
     def __init__(

@@ -435,6 +435,14 @@ def prune(graph: ir.Graph) -> None:
     remove_unread_inputs(graph)
 
 
+def set_outputs(graph: ir.Graph, values: Sequence[ir.Value]) -> None:
+    """Makes tensors the only outputs; removes what they do not need, except inputs."""
+    inputs = list(graph.inputs)
+    graph.outputs[:] = values
+    prune(graph)
+    graph.inputs[:] = inputs
+
+
 def remove_unread_inputs(graph: ir.Graph, names: Container[str | None] | None = None) -> None:
     """Removes inputs that nothing reads: those with given names, or all."""
     kept = [
@@ -442,8 +450,7 @@ def remove_unread_inputs(graph: ir.Graph, names: Container[str | None] | None = 
         for value in graph.inputs
         if value.uses() or value.is_graph_output() or not (names is None or value.name in names)
     ]
-    graph.inputs.clear()
-    graph.inputs.extend(kept)
+    graph.inputs[:] = kept
 
 
 def merge_equal_nodes(graph: ir.Graph) -> None:

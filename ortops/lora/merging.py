@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from ortops._common.uninterrupted import finished_at_exit
-from ortops.engine.building.parameters import readers
+from ortops.engine.building.readers import readers
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph import convert
 from ortops.graph.adapters import METADATA_KEY, Module

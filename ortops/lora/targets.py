@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from ortops._common.notes import say_note
-from ortops.engine.building.parameters import ScopeNames, matches, names_in, scopes_of, why_not
+from ortops.engine.building.parameters import why_not
+from ortops.engine.building.scopes import ScopeNames, matches, names_in, scopes_of
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph.edit import all_nodes, describe
 from ortops.graph.files.messages import MICROSOFT

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from ortops._common.numbers import Array
-from ortops.engine.building.parameters import readers, scopes_of, why_not
+from ortops.engine.building.parameters import why_not
+from ortops.engine.building.readers import readers
+from ortops.engine.building.scopes import scopes_of
 from ortops.graph import convert
 from ortops.graph.files import external, loading
 from ortops.graph.files.loading import ModelLike

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from typing import Unpack
 
 import onnx
 
-from ortops import losses
 from ortops._common.garbage_collection import pause_collection
-from ortops._common.other_names import ARGUMENTS_OF_BUILD, explains_arguments
-from ortops.engine.building.builder import build_light
-from ortops.engine.building.groups import Groups
-from ortops.engine.building.preparation import BatchNormalization, Place
+from ortops._common.other_names import ARGUMENTS_OF_BUILD, explains_arguments, has_arguments_of
+from ortops.engine.building.builder import BuildSettings, build_light, build_training_model
+from ortops.engine.building.preparation import Place
 from ortops.engine.trainable.metadata import entry_names
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph import convert
@@ -20,29 +18,19 @@ from ortops.graph.convert import MINIMUM_OPSET
 from ortops.graph.files import loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
-from ortops.losses import LossLike
-from ortops.optimizers import Optimizer, UpdateRule
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 @explains_arguments(**ARGUMENTS_OF_BUILD)
+@has_arguments_of(build_training_model)
 @loading.blame_model
 @pause_collection()
 def add_training(
     model: ModelLike,
     *,
     name: str,
-    loss: LossLike,
-    optimizer: str | Optimizer | type[Optimizer] | UpdateRule,
-    trainable: Sequence[str] | None = None,
-    inputs: losses.Inputs | None = None,
-    batch_normalization: BatchNormalization = "auto",
-    clip_norm: float | None = None,
-    clip_value: float | None = None,
-    ema_decay: float | None = None,
-    groups: Groups | None = None,
-    seed: int = 0,
+    **settings: Unpack[BuildSettings],
 ) -> onnx.ModelProto:
     """Adds one more training algorithm to a trainable model, as an entry of ``training_info``.
 
@@ -115,20 +103,7 @@ def add_training(
     bare = LightModel(onnx.ModelProto(), light.data)
     bare.proto.CopyFrom(light.proto)
     del bare.proto.training_info[:]
-    made = build_light(
-        bare,
-        place=place,
-        loss=loss,
-        optimizer=optimizer,
-        trainable=trainable,
-        inputs=inputs,
-        clip_norm=clip_norm,
-        clip_value=clip_value,
-        ema_decay=ema_decay,
-        groups=groups,
-        batch_normalization=batch_normalization,
-        seed=seed,
-    )
+    made = build_light(bare, place=place, **settings)
     (added,) = made.proto.training_info
     for value in added.algorithm.input:
         _check_shared(value, place)

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
 import onnx
@@ -18,7 +18,7 @@ from ortops import losses, optimizers
 from ortops._common.arguments import number, whole_number
 from ortops._common.garbage_collection import pause_collection
 from ortops._common.notes import say_note
-from ortops._common.other_names import ARGUMENTS_OF_BUILD, explains_arguments
+from ortops._common.other_names import ARGUMENTS_OF_BUILD, explains_arguments, has_arguments_of
 from ortops.engine.building.algorithm import Algorithm, write_algorithm
 from ortops.engine.building.clipping import Clipping
 from ortops.engine.building.groups import Groups, difference, optimizers_of
@@ -65,6 +65,21 @@ from ortops.losses.loss import Function
 from ortops.optimizers import Optimizer, UpdateRule
 
 logger = logging.getLogger("ortops")
+
+
+class BuildSettings(TypedDict, total=False):
+    """The arguments of `build_training_model` besides the model."""
+
+    loss: Required[LossLike]
+    optimizer: Required[str | Optimizer | type[Optimizer] | UpdateRule]
+    trainable: Sequence[str] | None
+    inputs: losses.Inputs | None
+    batch_normalization: BatchNormalization
+    clip_norm: float | None
+    clip_value: float | None
+    ema_decay: float | None
+    groups: Groups | None
+    seed: int
 
 
 @explains_arguments(**ARGUMENTS_OF_BUILD)
@@ -190,20 +205,11 @@ def build_training_model(
 
 
 @explains_arguments(**ARGUMENTS_OF_BUILD)
+@has_arguments_of(build_training_model)
 def build_training_file(
     model: ModelLike,
     path: str | os.PathLike[str],
-    *,
-    loss: LossLike,
-    optimizer: str | Optimizer | type[Optimizer] | UpdateRule,
-    trainable: Sequence[str] | None = None,
-    inputs: losses.Inputs | None = None,
-    batch_normalization: BatchNormalization = "auto",
-    clip_norm: float | None = None,
-    clip_value: float | None = None,
-    ema_decay: float | None = None,
-    groups: Groups | None = None,
-    seed: int = 0,
+    **settings: Unpack[BuildSettings],
 ) -> None:
     """Adds a training algorithm to a model, and writes the trainable file.
 
@@ -247,20 +253,7 @@ def build_training_file(
         ...     ortops.TrainingSession(f"{folder}/trainable.onnx").steps_done
         0
     """
-    result = build_light(
-        model,
-        loss=loss,
-        optimizer=optimizer,
-        trainable=trainable,
-        inputs=inputs,
-        clip_norm=clip_norm,
-        clip_value=clip_value,
-        ema_decay=ema_decay,
-        groups=groups,
-        batch_normalization=batch_normalization,
-        seed=seed,
-    )
-    write_model(path, result)
+    write_model(path, build_light(model, **settings))
 
 
 @loading.blame_model

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortops._common.arguments import number
 from ortops._common.numbers import real
-from ortops.engine.building.parameters import ScopeNames, matches
+from ortops.engine.building.scopes import ScopeNames, matches
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.optimizers import Custom, Optimizer
 

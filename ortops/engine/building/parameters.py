@@ -5,8 +5,6 @@ An initializer may be a weight, or a constant from an exporter. The nodes that r
 
 from __future__ import annotations
 
-import ast
-import difflib
 import fnmatch
 import math
 import re
@@ -16,12 +14,19 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 
 from ortops.engine.building.fixed_values import is_fixed_kernel, is_geometric, mask_kind, table_kind
+from ortops.engine.building.readers import (
+    PASSING,
+    Reader,
+    ends_of,
+    formal_name,
+    readers,
+)
+from ortops.engine.building.scopes import ScopeNames, matches, nearest, scopes_of
 from ortops.errors import ModelError, did_you_mean
-from ortops.graph.edit import ELEMENTWISE, all_nodes, describe, inner_graphs
+from ortops.graph.edit import ELEMENTWISE, describe
 from ortops.graph.files.external import ends
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.tensor import constant_tensor
@@ -58,14 +63,6 @@ SETTINGS: Mapping[tuple[str, str], Collection[int]] = {
 }
 """Inputs that configure an operator, as opposed to learned weights, by operator."""
 
-_PASSING: Mapping[str, Collection[int]] = {
-    **dict.fromkeys(("Cast", "CastLike", "Expand", "Flatten", "Identity", "Pad"), (0,)),
-    **dict.fromkeys(("DequantizeLinear", "QuantizeLinear", "Reshape", "Slice", "Split"), (0,)),
-    **dict.fromkeys(("Squeeze", "Tile", "Transpose", "Unsqueeze"), (0,)),
-    "Concat": range(10_000),
-}
-"""Inputs that an operator only moves or rounds, so that its readers count as readers of them."""
-
 _PRODUCTS = frozenset(
     {"Conv", "ConvInteger", "ConvTranspose", "Einsum", "FusedConv", "FusedGemm", "FusedMatMul"}
     | {"Gemm", "MatMul", "MatMulInteger", "MatMulNBits", "QLinearConv", "QLinearMatMul"}
@@ -91,46 +88,6 @@ _QUANTIZED: Mapping[str, Collection[int]] = {
     **dict.fromkeys(("QGemm", "QLinearConv", "QLinearMatMul"), (3,)),
 }
 """Inputs that hold quantized weights, by operator."""
-
-_NAMES_OF_SCOPES = ("pkg.torch.onnx.name_scopes", "namespace")
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A node that reads a weight, directly or after nodes that only move or round its elements.
-
-    Attributes:
-        node: The node.
-        index: The index of the input.
-    """
-
-    node: ir.Node
-    index: int
-
-    def __str__(self) -> str:
-        return f"{describe(self.node)}, input {_formal_name(self.node, self.index)}"
-
-
-@dataclass(frozen=True)
-class ScopeNames:
-    """The scopes of the nodes that read a weight.
-
-    Attributes:
-        readers: The scopes of each node that uses its values.
-        movers: The scopes of nodes that only move or round its elements.
-    """
-
-    readers: tuple[frozenset[str], ...] = ()
-    movers: frozenset[str] = frozenset()
-
-    def elsewhere(self, pattern: str) -> list[str]:
-        """Returns the scopes outside a pattern that read the weight, one for each node."""
-        others = (scopes for scopes in self.readers if scopes and not _is_in(pattern, scopes))
-        return [max(scopes, key=len) for scopes in others]
-
-    def fit(self, pattern: str) -> bool:
-        """Whether a pattern matches one of the scopes."""
-        return any(_is_in(pattern, scopes) for scopes in (*self.readers, self.movers))
 
 
 @dataclass
@@ -258,30 +215,8 @@ def _why_no_match(
             f"{'it' if len(refused) == 1 else 'one'} anyway, give its exact name"
         )
     floats = [name for name, value in weights.items() if _is_float(value)]
-    hint = _nearest(pattern, floats, scopes) or did_you_mean(pattern, floats)
+    hint = nearest(pattern, floats, scopes) or did_you_mean(pattern, floats)
     return f"the model has no trainable initializer '{pattern}'; {hint}"
-
-
-def _nearest(pattern: str, names: Sequence[str], scopes: Mapping[str, ScopeNames]) -> str:
-    """Returns a hint with up to three names or patterns like one that matches nothing, or ""."""
-    found = {name: name for name in names}
-    for name in names:
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            found.setdefault(".".join(parts[:end]), ".".join(parts[:end]) + ".*")
-        for scope in frozenset[str]().union(*scopes.get(name, ScopeNames()).readers):
-            parts = scope.split(".")
-            for end in range(1, len(parts) + 1):
-                found[".".join(parts[:end])] = ".".join(parts[:end])
-    plain = pattern.strip("/").replace("/", ".").strip("*.")
-    near = difflib.get_close_matches(plain, found, n=3)
-    # A long path is also sought by its last part, as layers have the same parts.
-    last = plain.rsplit(".", 1)[-1].lower()
-    near = near or [each for each in found if len(last) > 2 and last in each.lower()][:3]
-    if not near:
-        return ""
-    *most, final = (f"'{found[each]}'" for each in near)
-    return f"did you mean {', '.join(most)} or {final}?" if most else f"did you mean {final}?"
 
 
 def _partial_matches(
@@ -310,37 +245,6 @@ def _partial_matches(
             f"same layers: {shown}{more}"
         )
     return said
-
-
-def readers(value: ir.Value) -> Iterator[Reader]:
-    """Yields the nodes that read a value, directly or after nodes that only move its elements."""
-    return (reader for reader in _ends(value) if isinstance(reader, Reader))
-
-
-def _ends(value: ir.Value) -> Iterator[Reader | ir.Value]:
-    """Yields the nodes that read a value (see `readers`), and the model's outputs that hold it."""
-    root, seen, pending = value.graph, {value}, [value]
-    while pending:
-        value = pending.pop()
-        moved: list[ir.Value] = []
-        for use in value.uses():
-            node, index = use.node, use.idx
-            inner = _inner_input(node, index)
-            if inner is not None:
-                moved.append(inner)
-            elif index in _PASSING.get(node.op_type, ()) and node.domain in ("", MICROSOFT):
-                moved += node.outputs
-            elif node.op_type not in ("Shape", "Size") or node.domain:
-                yield Reader(node, index)
-        if value.is_graph_output():
-            outer = _outer_output(value, root)
-            if outer is None:
-                yield value
-            else:
-                moved.append(outer)
-        new = [each for each in dict.fromkeys(moved) if each not in seen]
-        seen.update(new)
-        pending += new
 
 
 def quantized(values: Iterable[ir.Value]) -> dict[str, str]:
@@ -373,44 +277,6 @@ def read_scopes(values: Iterable[ir.Value]) -> dict[str, ScopeNames]:
     }
 
 
-def scopes_of(node: ir.Node) -> frozenset[str]:
-    """Returns the scopes of a node: its name, the enclosing scope, and those in its metadata."""
-    found = set()
-    if node.name:
-        parts = node.name.strip("/").replace("/", ".")
-        found.add(parts)
-        if "." in parts:
-            found.add(parts.rsplit(".", 1)[0])
-    for key in _NAMES_OF_SCOPES:
-        text = node.metadata_props.get(key, "")
-        names = names_in(text) if text.startswith("[") else text.split("/")
-        found.update(name.split(":")[0].strip() for name in names)
-    return frozenset(found - {""})
-
-
-def names_in(text: str) -> list[str]:
-    """Returns the strings in a list literal of Python; an empty list for any other text."""
-    try:
-        found = ast.literal_eval(text)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two for deep nesting
-        return []
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
-
-
-def matches(pattern: str, name: str, scopes: ScopeNames) -> bool:
-    """Whether a pattern matches an initializer, by its name or the scopes of its readers."""
-    return fnmatch.fnmatchcase(name, pattern) or scopes.fit(pattern)
-
-
-def _is_in(pattern: str, scopes: Collection[str]) -> bool:
-    """Whether a pattern matches one of some scopes or an enclosing scope."""
-    dotted = pattern.strip("/").replace("/", ".")
-    return any(
-        scope == dotted or scope.startswith(f"{dotted}.") or fnmatch.fnmatchcase(scope, dotted)
-        for scope in scopes
-    )
-
-
 def why_not(value: ir.Value, *, reads: bool = True) -> str:
     """Returns why an initializer is not a weight, judging by its readers; empty if it is one.
 
@@ -423,7 +289,7 @@ def why_not(value: ir.Value, *, reads: bool = True) -> str:
         value: The initializer.
         reads: Whether to look at its values, which tells tables from weights.
     """
-    passed = list(_ends(value))
+    passed = list(ends_of(value))
     found = [end for end in passed if isinstance(end, Reader)]
     reasons = [_why_not_for(reader, value) for reader in found]
     for reader, reason in zip(found, reasons, strict=True):
@@ -583,7 +449,7 @@ def _why_not_for(reader: Reader, value: ir.Value) -> str:
     if key == ("", "BatchNormalization") and index in (3, 4):
         return f"{_STATISTIC} of {describe(node)}"
     if index in SETTINGS.get(key, ()):
-        name = _formal_name(node, index)
+        name = formal_name(node, index)
         return f"is {'input' if name.isdigit() else 'the'} {name} of {describe(node)}"
     if _size(value) == 1 and not node.domain and node.op_type in ELEMENTWISE | {"Where"}:
         if node.op_type == "Add" and _is_bias(node, index):
@@ -606,7 +472,7 @@ def _size(value: ir.Value) -> int | None:
 
 def _is_bias(node: ir.Node, index: int) -> bool:
     """Whether an Add adds the input to a matrix product or a convolution."""
-    other = _source(node.inputs[1 - index], _PASSING)
+    other = _source(node.inputs[1 - index], PASSING)
     producer = None if other is None else other.producer()
     return producer is not None and producer.op_type in _PRODUCTS
 
@@ -689,7 +555,7 @@ def _is_rotation(value: ir.Value, node: ir.Node) -> bool:
         if product is None or product.op_type != "Mul" or product is node:
             continue
         for factor in product.inputs:
-            source = _source(factor, _PASSING)
+            source = _source(factor, PASSING)
             given = None if source is None else source.const_value
             if given is not None and given.size == table.size:
                 cosines, sines = (np.ravel(t.numpy()).astype(np.float64) for t in (table, given))
@@ -703,7 +569,7 @@ def _normalizes_input(node: ir.Node, index: int) -> bool:
     """Whether a node is a part of (x - mean) / deviation for an input x of the model."""
     if node.domain or node.op_type not in ("Sub", "Div") or index != 1:
         return False
-    passing = {*_PASSING} - {"Concat"}
+    passing = {*PASSING} - {"Concat"}
     source = _source(node.inputs[0], passing)
     if node.op_type == "Div":
         producer = None if source is None else source.producer()
@@ -724,34 +590,6 @@ def _normalizes_input(node: ir.Node, index: int) -> bool:
 
 def _is_constant(value: ir.Value | None) -> bool:
     return value is not None and (value.is_initializer() or constant_tensor(value) is not None)
-
-
-def _inner_input(node: ir.Node, index: int) -> ir.Value | None:
-    """Returns the input of the body that receives an input of a Loop or Scan."""
-    if node.domain or node.op_type not in ("Loop", "Scan"):
-        return None
-    (body,) = inner_graphs(node)
-    return body.inputs[index] if index < len(body.inputs) else None
-
-
-def _outer_output(value: ir.Value, root: ir.Graph | None) -> ir.Value | None:
-    """Returns the output of a node with subgraphs that receives an output of one of them."""
-    for node in () if root is None or value.graph is root else all_nodes(root):
-        for graph in inner_graphs(node):
-            if value in graph.outputs:
-                index = list(graph.outputs).index(value) - (node.op_type == "Loop")
-                return node.outputs[index] if 0 <= index < len(node.outputs) else None
-    return None
-
-
-def _formal_name(node: ir.Node, index: int) -> str:
-    """Returns the name of an input in the operator's schema."""
-    try:
-        schema = onnx.defs.get_schema(node.op_type, domain=node.domain)
-    except onnx.defs.SchemaError:
-        return str(index)
-    formal = schema.inputs
-    return str(formal[min(index, len(formal) - 1)].name) if formal else str(index)
 
 
 def _untied(trained: Mapping[str, ir.Value]) -> list[str]:
@@ -811,6 +649,6 @@ def _layer(node: ir.Node) -> Iterator[ir.Value]:
         for use in node.outputs[0].uses():
             values += use.node.inputs if use.node.op_type == "Add" else []
     for value in values:
-        source = _source(value, _PASSING)
+        source = _source(value, PASSING)
         if source is not None and source.is_initializer():
             yield source

@@ -11,7 +11,8 @@ import onnx
 import onnx_ir as ir
 
 from ortops._common.arguments import choice
-from ortops.engine.building.parameters import Choice, ScopeNames, choose, read_scopes
+from ortops.engine.building.parameters import Choice, choose, read_scopes
+from ortops.engine.building.scopes import ScopeNames
 from ortops.engine.lowering import prepare
 from ortops.engine.trainable.metadata import MAIN
 from ortops.engine.trainable.training_mode import is_batch_normalization
@@ -133,13 +134,8 @@ def prepare_for_training(
     """
     choice("batch_normalization", batch_normalization, get_args(BatchNormalization))
     trainable = _checked(trainable)
-    light = external.lend(convert.load_light(model))
+    light = _inference_model(model)
     proto = light.proto
-    if proto.training_info:
-        raise ModelError(
-            "model: it has training_info already; run it with TrainingSession, or get the model "
-            "without it with TrainingSession.inference_model()"
-        )
     if trainable is None and (why := refused_without_weights(light)):
         raise ModelError(f"trainable: the loss depends on no weight, only on {why}")
     adapter = adapter_of(proto.metadata_props)
@@ -183,6 +179,17 @@ def prepare_for_training(
     return Prepared(
         *(result, graph, names, visible, chosen, lifted, frozen, opset, scopes, adapter, place)
     )
+
+
+def _inference_model(model: ModelLike | LightModel) -> LightModel:
+    """Returns a model without training_info; the caller's model stays as it is."""
+    light = external.lend(convert.load_light(model))
+    if light.proto.training_info:
+        raise ModelError(
+            "model: it has training_info already; run it with TrainingSession, or get the model "
+            "without it with TrainingSession.inference_model()"
+        )
+    return light
 
 
 def refused_without_weights(light: LightModel) -> str:

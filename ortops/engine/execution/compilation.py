@@ -10,7 +10,9 @@ import functools
 import importlib
 import importlib.util
 import mmap
+import operator
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -146,3 +148,13 @@ class Call:
         for index, array in zip(self._given, given, strict=True):
             self._table[index] = array.ctypes.data
         self._function(self._start, self._size)
+
+
+def run_in_a_row(calls: Sequence[Call], finish: Callable[[], object]) -> None:
+    """Makes calls without further arguments, and calls a C function.
+
+    Python runs signal handlers between its own instructions only. Here, C functions are called by C
+    functions, so no handler runs before all of them have ended.
+    """
+    functions: list[Callable[[], object]] = [*(call.native for call in calls), finish]
+    deque(map(operator.call, functions), maxlen=0)

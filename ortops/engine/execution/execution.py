@@ -7,10 +7,7 @@ that are used alternately. In small models, the updates are part of the gradient
 a run.
 
 If a caller reads or provides gradients, the step runs in two parts on the same memory (see
-`ortops.engine.execution.split_step_graphs`).
-
-A `Template` is a step for batches of any shape, a `Variant` its lowered graph for certain shapes,
-and a `Binding` a variant bound to memory.
+`ortops.engine.execution.split_step`).
 """
 
 from __future__ import annotations
@@ -22,24 +19,26 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnxruntime
 
 from ortops._common.numbers import Array
-from ortops._common.uninterrupted import AtomicChanges, run_uninterrupted
+from ortops._common.uninterrupted import run_uninterrupted
 from ortops.engine.execution.compilation import has_compiler
-from ortops.engine.execution.memory import DeviceArray, Memory, fetch, give_back, hold, put_all
+from ortops.engine.execution.memory import DeviceArray, Memory, give_back, hold
 from ortops.engine.execution.onnxruntime_sessions import Sessions, UpdateKernels
 from ortops.engine.execution.packed import Variable
+from ortops.engine.execution.part import Part, SplitStep
 from ortops.engine.execution.placement import PlacedNode, log_fallback
 from ortops.engine.execution.settings import SessionReport, Settings
-from ortops.engine.execution.shape_cache import Buffers, CachedStep, ShapeCache
-from ortops.engine.execution.split_step import Differentiated, SplitStep
+from ortops.engine.execution.split_step import Differentiated
 from ortops.engine.execution.step import Step
 from ortops.engine.execution.template import Template
+from ortops.engine.execution.variables import Variables
+from ortops.engine.execution.variant import Binding
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.graph.autodiff.registry import Rules
 from ortops.graph.passes.rematerialization import Checkpoint, check, computed_names
@@ -48,16 +47,6 @@ _COMPILED_CALL = 2e-5  # seconds: a call of an update that is not part of the gr
 _COMPILED_SHARE = 0.03  # of a step, from which on making its graph anew is worthwhile
 
 logger = logging.getLogger("ortops")
-
-_HALFWAY = (
-    "session: an update failed ({}) and left the variables between two steps; continue from a "
-    "saved file, or call reset()"
-)
-
-_HALF_SET = (
-    "session: setting variables failed ({}), so that only some of them have their new values; "
-    "continue from a saved file, or call reset()"
-)
 
 
 class Execution:
@@ -99,8 +88,7 @@ class Execution:
         names: Sequence[str] = (),
         in_backward: bool = False,
     ) -> None:
-        self._shared = _Shared(((0,) * len(steps), 0))
-        self._changes = AtomicChanges()
+        self.variables = Variables([step.updates for step in steps])
         self._process = os.getpid()
         self._chosen: Sequence[int] = range(len(steps))
         if recompute is not None:
@@ -112,7 +100,7 @@ class Execution:
             _check_in_backward(len(steps), sessions)
         # With several parts, updates are not in place, because a later part might fail.
         in_place = kernels != "python" and len(steps) == 1
-        self._templates = [
+        templates = [
             Template(
                 step,
                 rules,
@@ -123,52 +111,32 @@ class Execution:
             )
             for step in steps
         ]
-        self._in_backward = any(template.in_backward for template in self._templates)
-        all_packed = [packed for template in self._templates for packed in template.packed]
-        self._overwrites_device = False
+        self._parts = [
+            Part(template, self.variables, number, settings.shapes)
+            for number, template in enumerate(templates)
+        ]
+        self._in_backward = any(template.in_backward for template in templates)
         self._sessions = sessions
         self._compiles_later = sessions.compiles_later and not self._in_backward
-        self._shared.compiles_later = self._compiles_later
+        self._shared = _Shared(self._compiles_later)
         if kernels == "compiled":
             self._log_compiled(logging.INFO if self.compiled else logging.WARNING)
-        self.variables: dict[str, Variable] = {}
-        for packed in all_packed:
-            self.variables |= packed.variables
-        self._updated_by = {name: n for n, step in enumerate(steps) for name in step.updates}
         self._outputs = [len(step.outputs) for step in steps]
         self._labels = output_labels([[*step.outputs, *step.varying] for step in steps], names)
-        self._capacity = settings.shapes
-        self._foreign = [
-            [name for name in step.variables if self._updated_by.get(name, number) != number]
-            for number, step in enumerate(steps)
-        ]
-        self._caches = [self._new_cache(number) for number in range(len(steps))]
+        self._take_packed()
         self._hold(values, sessions)
-        for number, cache in enumerate(self._graphs()):
-            if not cache.gain:
-                cache.of({}, self._buffers_of(0 if self._overwrites else number))
+        for graph in (graph for part in self._parts for graph in part.graphs()):
+            if not graph.gains:
+                graph.of({})
         if not sessions.on_cpu:
-            nodes = [node for cache in self._graphs() for node in cache.nodes() or ()]
-            log_fallback(sessions.names, nodes)
+            log_fallback(sessions.names, self._nodes() or ())
 
-    def _graphs(self) -> list[ShapeCache]:
-        """Returns the graphs that a step of all parts runs, one after the other."""
-        if self._overwrites:
-            split = self.split_step()
-            return [split.gradients, split.apply]
-        return list(self._caches)
-
-    @property
-    def _overwrites(self) -> bool:
-        """Whether updates overwrite variables on a device; then, there is one part."""
-        return self._templates[0].overwrites
-
-    @property
-    def _in_place(self) -> bool:
-        """Whether an update that fails leaves some variables with next values, others without."""
-        packed = (each for template in self._templates for each in template.packed)
-        in_place = any(each.in_place for each in packed)
-        return self._in_backward or self._overwrites_device or in_place
+    def _take_packed(self) -> None:
+        """Takes over the memory of packed updates."""
+        packed = [packed for part in self._parts for packed in part.template.packed]
+        for each in packed:
+            self.variables.update(each.variables)
+        self.variables.in_place |= self._in_backward or any(each.in_place for each in packed)
 
     def _hold(self, values: Mapping[str, Array], sessions: Sessions) -> None:
         """Allocates the memory of all variables that are not packed, and sets all variables.
@@ -179,23 +147,29 @@ class Execution:
         in_place: set[str] = set()
         if sessions.device is not None:
             try:
-                graphs = self._graphs()
+                graphs = [graph for part in self._parts for graph in part.graphs()]
             except UnsupportedError:  # there are no gradients to separate updates from
-                self._templates[0].overwrites = False
-                graphs = self._graphs()
-            read = [cache.read_here() for cache in graphs]
+                self._parts[0].template.overwrites = False
+                graphs = self._parts
+            read = [graph.read_here() for graph in graphs]
             if sessions.settings.device is None:
                 here = set[str]().union(*(names for names, _ in read))
                 here = here.difference(*(names for _, names in read))
-            in_place = set[str]().union(*(cache.in_place for cache in graphs))
-            self._overwrites_device = bool(in_place)
+            in_place = set[str]().union(*(graph.in_place for graph in graphs))
+            self.variables.in_place |= bool(in_place)
         for name in (name for name in values if name not in self.variables):
             value, device = values[name], None if name in here else sessions.device
             first = second = hold(value, device)
-            if name in self._updated_by and name not in in_place and not self._in_backward:
+            updated = name in self.variables.updated_by
+            if updated and name not in in_place and not self._in_backward:
                 second = hold(value, device)
             self.variables[name] = Variable((first, second))
-        self.assign(values)
+        self.variables.assign(values)
+
+    def _nodes(self) -> list[PlacedNode] | None:
+        """Returns the nodes of the graphs of a step of all parts; None if it is not known."""
+        found = [graph.nodes() for part in self._parts for graph in part.graphs()]
+        return None if None in found else [node for nodes in found for node in nodes or ()]
 
     def nodes(self) -> list[PlacedNode]:
         """Returns the nodes of the gradient graphs of a step, and where they run.
@@ -203,18 +177,18 @@ class Execution:
         Raises:
             UnsupportedError: If onnxruntime is too old to tell.
         """
-        found = [cache.nodes() for cache in self._graphs()]
-        if None in found:
+        nodes = self._nodes()
+        if nodes is None:
             raise UnsupportedError(
                 f"placement: onnxruntime {onnxruntime.__version__} does not tell where nodes run; "
                 "upgrade onnxruntime, or set sess_options.log_severity_level = 0"
             )
-        return [node for nodes in found for node in nodes or ()]
+        return nodes
 
     @property
     def compiled(self) -> tuple[str, ...]:
         """The names of variables whose updates are compiled."""
-        found = (packed for template in self._templates for packed in template.translations)
+        found = (packed for part in self._parts for packed in part.template.translations)
         return tuple(name for packed in found for name in packed.variables)
 
     @property
@@ -222,27 +196,27 @@ class Execution:
         """The names of variables whose updates are compiled now, or can be after some steps."""
         if not (self._compiles_later and has_compiler()):
             return self.compiled
-        found = (packed for each in self._templates for packed in each.compilable())
+        found = (packed for part in self._parts for packed in part.template.compilable())
         return tuple(name for packed in found for name in packed.variables)
 
     def report(self) -> SessionReport:
         """Returns what was chosen for the steps, as they run now; makes nothing for it."""
-        self._changes.settle()
-        templates = [self._templates[number] for number in self._chosen]
-        caches = [self._caches[number] for number in self._chosen]
-        if self._overwrites:
-            split = self._shared.split_steps.get(0)
-            caches = [] if split is None else [split.gradients, split.apply]
-        found = [cache.nodes_made_last() for cache in caches]
+        self.variables.settle()
+        parts = [self._parts[number] for number in self._chosen]
+        graphs = parts
+        if parts[0].template.overwrites:
+            split = parts[0].split
+            graphs = [] if split is None else [split.gradients, split.apply]
+        found = [graph.nodes_made_last() for graph in graphs]
         nodes = None if None in found else [node for each in found for node in each or ()]
-        own = {name for number in self._chosen for name in self._templates[number].step.updates}
+        own = {name for part in parts for name in part.template.step.updates}
         in_place = {n: _is_one(*self.variables[n].buffers) for n in self.variables if n in own}
         compiled = tuple(name for name in self.compiled if name in own)
         device = self._sessions.device
         return SessionReport(
             kernels="compiled" if compiled else self._sessions.kernels,
             compiled=compiled,
-            packed=tuple(packed for template in templates for packed in template.report()),
+            packed=tuple(packed for part in parts for packed in part.template.report()),
             in_place=tuple(name for name, is_one in in_place.items() if is_one),
             in_turn=tuple(name for name, is_one in in_place.items() if not is_one),
             device="cpu" if device is None else device.kind,
@@ -253,14 +227,14 @@ class Execution:
             ),
             optimizer_in_backward=self._in_backward,
             repeatable=self.repeatable,
-            variants=tuple(shapes for cache in caches for shapes in cache.shapes),
+            variants=tuple(shapes for graph in graphs for shapes in graph.shapes),
             operators=None if nodes is None else dict(Counter(node.operator for node in nodes)),
             placement=None if nodes is None else {node.name: node.provider for node in nodes},
         )
 
     def _log_compiled(self, level: int, when: str = "") -> None:
-        standard = {n: why for template in self._templates for n, why in template.standard.items()}
-        reasons = "".join(f"; '{name}' is not: {why}" for name, why in standard.items())
+        standard = [each for part in self._parts for each in part.template.standard.items()]
+        reasons = "".join(f"; '{name}' is not: {why}" for name, why in standard)
         message = "kernels: updates of %d variables are compiled%s%s"
         logger.log(level, message, len(self.compiled), when, reasons)
 
@@ -273,7 +247,7 @@ class Execution:
         steps, seconds = settings.compiled_after
         if shared.compiles_later and shared.steps >= steps and shared.seconds >= seconds:
             shared.compiles_later = False
-            self._changes.change(self._compile_updates)
+            self.variables.change(self._compile_updates)
 
     def _compile_updates(self) -> None:
         if not has_compiler():
@@ -282,15 +256,13 @@ class Execution:
         saved = self._sessions.settings.saved
         least = _COMPILED_CALL + _COMPILED_SHARE * self._shared.seconds / max(1, self._shared.steps)
         try:
-            for number, template in enumerate(self._templates):
-                size = sum(p.group.size for p in template.packed if p.joined)
+            for turn, part in zip(self.variables.position[0], self._parts, strict=True):
+                size = sum(p.group.size for p in part.template.packed if p.joined)
                 if size and saved * size < least:  # it would not be faster
                     continue
-                if template.compile_updates(self._shared.position[0][number]):
-                    for packed in template.packed:
-                        self.variables |= packed.variables
-                    self._caches[number] = self._new_cache(number)
-                    self._shared.split_steps.pop(number, None)
+                if part.template.compile_updates(turn):
+                    self._take_packed()
+                    part.forget()
         except Exception as error:  # exceptions of llvmlite, and its library's
             _warn_not_compiled(f"{error}")
         if self.compiled:
@@ -298,9 +270,8 @@ class Execution:
 
     @property
     def steps_made(self) -> int:
-        """The number of steps since the session was created, or since `assign` set it."""
-        self._changes.settle()
-        return self._shared.position[1]
+        """See `Variables.steps_made`."""
+        return self.variables.steps_made
 
     def adopt(self, other: Execution) -> None:
         """Takes over the graphs and the memory of an execution of the same steps.
@@ -310,21 +281,13 @@ class Execution:
         Args:
             other: An execution with other inputs that are variables. It must not be used any more.
         """
-        for number, (own, template) in enumerate(
-            zip(self._templates, other._templates, strict=True)
-        ):
-            if own.extra:
-                template.extra, foreign = own.extra, other._foreign[number]
-                other._caches[number] = ShapeCache([template], self._capacity, foreign)
-        turns, made = self._shared.position
-        other._shared, other._changes = self._shared, self._changes
-        self._templates[:], self._caches[:] = other._templates, other._caches
-        self._foreign[:] = other._foreign
-        self.variables.clear()
-        self.variables.update(other.variables)
-        self._shared.split_steps.clear()
-        self._shared.position = ((0,) * len(turns), made)
-        self._shared.failed = ""
+        for own, part in zip(self._parts, other._parts, strict=True):
+            if own.template.extra:
+                part.template.extra = own.template.extra
+                part.forget()
+            part.variables = self.variables
+        self._parts[:] = other._parts
+        self.variables.replace(other.variables)
         self._shared.compiles_later = self._compiles_later
 
     def only(self, part: int) -> Execution:
@@ -339,55 +302,16 @@ class Execution:
         return result
 
     def present(self, name: str) -> Array:
-        """Returns the current value of a variable: its memory, or a copy of device memory.
-
-        Raises:
-            OrtopsError: If onnxruntime failed during an update.
-        """
-        self._check_variables()
-        return fetch(self.variables[name].buffers[self._turn_of(name)])
-
-    def _turn_of(self, name: str) -> int:
-        """Returns the index of the buffer with the present value of a variable."""
-        turns, _ = self._shared.position
-        return turns[self._updated_by[name]] if name in self._updated_by else 0
+        """See `Variables.present`."""
+        return self.variables.present(name)
 
     def memories(self) -> dict[str, Memory]:
-        """Returns the memory of the current values of all variables.
-
-        Raises:
-            OrtopsError: If onnxruntime failed during an update.
-        """
-        self._check_variables()
-        return {n: each.buffers[self._turn_of(n)] for n, each in self.variables.items()}
-
-    def _check_variables(self) -> None:
-        """Waits for the end of a step; raises an OrtopsError if an update failed halfway."""
-        self._changes.settle()
-        if self._shared.failed:
-            raise OrtopsError(self._shared.failed)
+        """See `Variables.memories`."""
+        return self.variables.memories()
 
     def assign(self, values: Mapping[str, Array], *, steps_made: int | None = None) -> None:
-        """Sets variables to values whose dtypes and shapes have been checked.
-
-        Args:
-            values: The values by name.
-            steps_made: The new value of `steps_made`; unchanged by default.
-        """
-
-        def change() -> None:
-            turns, made = self._shared.position
-            targets = {name: self.variables[name].buffers[self._turn_of(name)] for name in values}
-            try:
-                put_all(targets, values)
-            except BaseException as error:
-                self._shared.failed = _HALF_SET.format(error)
-                raise
-            self._shared.position = (turns, made if steps_made is None else steps_made)
-            if values.keys() >= self.variables.keys():
-                self._shared.failed = ""
-
-        self._changes.change(change)
+        """See `Variables.assign`."""
+        self.variables.assign(values, steps_made=steps_made)
 
     def check_process(self) -> None:
         """Raises an error in a forked process, which lacks the threads of its parent.
@@ -419,123 +343,73 @@ class Execution:
                 In this case, the session can be used again only after `assign` of all variables.
             OrtopsError: In a forked process, or after an update in place failed.
         """
-        self.check_process()
-        self._check_variables()
-        self._compile_after_some_steps()
-        if not self._shared.begun:  # the caller may have freed the model by now
+        self._prepare()
+        if not self._shared.steps:  # the caller may have freed the model by now
             give_back()
-            self._shared.begun = True
         if wanted is None:
             labels_of = [list(self._labels[n].values())[: self._outputs[n]] for n in self._chosen]
             wanted = [label for labels in labels_of for label in labels]
-        if self._overwrites:
-            return self._step_in_two_runs(feeds, wanted, note)
         shapes = _shapes(feeds)
-        cached = {n: self._caches[n].of(shapes, self._buffers_of(n)) for n in self._chosen}
-        if self._in_backward:
-            return self._run_at_once(cached[0], feeds, wanted, note)
-        return self._run(cached, feeds, wanted, note)
-
-    def _run_at_once(
-        self,
-        cached: CachedStep,
-        feeds: Mapping[str, Array],
-        wanted: Sequence[str],
-        note: Callable[[Mapping[str, Array]], object] | None,
-    ) -> dict[str, Array]:
-        """Runs a step that updates variables in the backward pass; returns the outputs."""
-        shown: dict[str, Array] = {}
-        (turn,), made = self._shared.position
-        binding = cached.bindings[0][turn]
-
-        def run() -> None:
-            try:
-                found = binding.differentiate(feeds, [n for n in binding.shown if n in wanted])
-                binding.update(feeds)
-                if note is not None:
-                    note(found)
-            except BaseException as error:
-                self._shared.failed = _HALFWAY.format(error)
-                raise
-            shown.update(found)
-            self._shared.position = ((1 - turn,), made + 1)
-
-        self._changes.change(run)
+        bindings = {number: self._parts[number].whole(shapes) for number in self._chosen}
+        if not self._in_backward:
+            return self._run(bindings, feeds, wanted, note)
+        shown: dict[str, Array] = {}  # the run itself changes variables
+        self.variables.change(lambda: shown.update(self._run(bindings, feeds, wanted, note)))
         return shown
 
-    def _step_in_two_runs(
-        self,
-        feeds: Mapping[str, Array],
-        wanted: Sequence[str],
-        note: Callable[[Mapping[str, Array]], object] | None,
-    ) -> dict[str, Array]:
-        """Makes a step whose updates overwrite the memory of variables on a device."""
-        split_step = self.split_step()
-        turns, _ = self._shared.position
-        (number,) = self._chosen
-        buffers = self._buffers_of(number)
-        binding = split_step.gradients.of(_shapes(feeds), buffers).bindings[0][turns[number]]
-        shown = binding.differentiate(feeds, wanted, kept=split_step.passed)
-        if note is not None:
-            note(shown)
-        given = {**binding.take(), **{name: feeds[name] for name in split_step.names.fed}}
-        self._run({number: split_step.apply.of({}, buffers)}, given, ())
-        return shown
+    def _prepare(self) -> None:
+        """Checks that a step can be made; compiles updates once that is worthwhile."""
+        self.check_process()
+        self.variables.check()
+        self._compile_after_some_steps()
 
     def _run(
         self,
-        cached: Mapping[int, CachedStep],
+        bindings: Mapping[int, Binding],
         feeds: Mapping[str, Memory],
         wanted: Sequence[str],
         note: Callable[[Mapping[str, Array]], object] | None = None,
     ) -> dict[str, Array]:
         """Runs the parts of a step; returns the outputs."""
         begin = time.perf_counter()
-        turns, made = self._shared.position
+        turns, made = self.variables.position
         new_turns = list(turns)
         shown: dict[str, Array] = {}
-        last = list(cached)[-1]
-        for number in cached:
-            part = cached[number].bindings[0][turns[number]]
-            given = {**feeds, **self._foreign_values(number, new_turns)}
+        last = list(bindings)[-1]
+        for number, part in bindings.items():
+            given = {**feeds, **self._parts[number].foreign_values(new_turns)}
             labels = self._labels[number]
             own = [name for name in part.shown if labels.get(name, name) in wanted]
             found = part.differentiate(given, own)
             shown |= {labels.get(name, name): array for name, array in found.items()}
             new_turns[number] = 1 - turns[number]
-            if number == last:
-                break
-            if part.interruptible:
-                part.update(feeds)
-            else:
-                self._changes.change(functools.partial(part.update, feeds))
+            if number != last:
+                self._finish(part, functools.partial(part.update, feeds))
         if note is not None:
             note(shown)
-
         position = tuple(new_turns), made + 1
-        commit = functools.partial(setattr, self._shared, "position", position)
+        commit = functools.partial(setattr, self.variables, "position", position)
 
         def finish() -> None:
-            try:
-                part.update(feeds)
-            except BaseException as error:
-                if self._in_place:
-                    self._shared.failed = _HALFWAY.format(error)
-                raise
+            part.update(feeds)
             commit()
 
         if not part.update_and(commit):
-            if part.interruptible:  # the step wrote only to buffers that nobody reads yet
-                finish()
-            else:
-                self._changes.change(finish)
+            self._finish(part, finish)
         self._shared.steps += 1
         self._shared.seconds += time.perf_counter() - begin
         return shown
 
+    def _finish(self, part: Binding, finish: Callable[[], None]) -> None:
+        """Runs the updates of a part."""
+        if part.interruptible:  # the step wrote only to buffers that nobody reads yet
+            finish()
+        else:
+            self.variables.change(finish)
+
     def computes(self, name: str) -> bool:
         """Whether a step computes a tensor, so that `show` can make it an output."""
-        return any(self._templates[number].computes(name) for number in self._chosen)
+        return any(self._parts[number].template.computes(name) for number in self._chosen)
 
     def show(self, names: Sequence[str]) -> None:
         """Sets the tensors that a step can return in addition to its outputs.
@@ -545,13 +419,13 @@ class Execution:
         Args:
             names: Tensors that a step computes.
         """
-        extra = tuple(names)
-        if all(self._templates[number].extra == extra for number in self._chosen):
+        extra, parts = tuple(names), [self._parts[number] for number in self._chosen]
+        if all(part.template.extra == extra for part in parts):
             return
 
         def change() -> None:
-            for number in self._chosen:
-                self._templates[number].extra = extra
+            for part in parts:
+                part.template.extra = extra
             self._forget()
 
         run_uninterrupted(change)
@@ -563,22 +437,7 @@ class Execution:
 
     def _forget(self) -> None:
         for number in self._chosen:
-            self._caches[number] = self._new_cache(number)
-            self._shared.split_steps.pop(number, None)
-
-    def _new_cache(self, number: int) -> ShapeCache:
-        """Returns a cache for a part that has no graphs yet."""
-        return ShapeCache([self._templates[number]], self._capacity, self._foreign[number])
-
-    def _foreign_values(self, number: int, turns: Sequence[int]) -> dict[str, Memory]:
-        """Returns the memory of what a part reads and another one updates.
-
-        Args:
-            number: The part.
-            turns: The index of the present buffers of each part.
-        """
-        owners = {name: self._updated_by[name] for name in self._foreign[number]}
-        return {name: self.variables[name].buffers[turns[n]] for name, n in owners.items()}
+            self._parts[number].forget()
 
     def split_step(self) -> SplitStep:
         """Returns the step cut into two parts after its gradients, created by the first call.
@@ -586,29 +445,12 @@ class Execution:
         Raises:
             UnsupportedError: If a step has several parts, no gradients, or several of a parameter.
         """
-        # Uninterrupted, because other libraries wrap exceptions of signal handlers in their own.
         if len(self._chosen) != 1:
             raise UnsupportedError(
                 f"gradients: a step runs {len(self._chosen)} training_info entries one after "
                 "the other; choose one with entry="
             )
-        (number,) = self._chosen
-        if number not in self._shared.split_steps:
-            found = run_uninterrupted(functools.partial(self._cut, number))
-            self._shared.split_steps[number] = found
-        return self._shared.split_steps[number]
-
-    def _cut(self, number: int) -> SplitStep:
-        template = self._templates[number]
-        gradients, apply, names = template.cut()
-        foreign = self._foreign[number]
-        rebound = [*names.carried, template.step.seed, template.step.scale, *foreign]
-        return SplitStep(
-            names,
-            ShapeCache([gradients], self._capacity, rebound),
-            ShapeCache([apply], 0, [*apply.step.feeds, *foreign]),
-            self.variables,
-        )
+        return self._parts[self._chosen[0]].split_step()
 
     def gradients(
         self,
@@ -628,22 +470,18 @@ class Execution:
             OrtopsError: In a forked process, or after an update failed.
             UnsupportedError: See `split_step`.
         """
-        self.check_process()
-        self._check_variables()
-        self._compile_after_some_steps()
+        self._prepare()
         split_step = self.split_step()
         begin = time.perf_counter()
-        turns, _ = self._shared.position
-        (number,) = self._chosen
         names = split_step.names
         flat, found = split_step.layout.zeros()
         carried = {n: np.empty_like(self.present(n)) for n in names.carried if n in self.variables}
         into = {names.given[name]: array for name, array in found.items()}
         into |= {names.carried[name]: array for name, array in carried.items()}
         fetched = {name: label for label, name in names.carried.items() if name not in into}
-        cached = split_step.gradients.of(_shapes(feeds), self._buffers_of(number))
-        binding = cached.bindings[0][turns[number]]
-        given = {**feeds, **self._foreign_values(number, turns), **(instead or {})}
+        foreign = split_step.gradients.foreign_values(self.variables.position[0])
+        binding = split_step.gradients.half(_shapes(feeds))
+        given = {**feeds, **foreign, **(instead or {})}
         shown = binding.differentiate(given, [*wanted, *fetched], into)
         carried |= {label: shown.pop(name) for name, label in fetched.items()}
         carried |= {name: feeds[name].copy() for name in names.fed}
@@ -664,19 +502,19 @@ class Execution:
             UnsupportedError: See `split_step`.
         """
         self.check_process()
-        self._check_variables()
+        self.variables.check()
         split_step = self.split_step()
         names = split_step.names
         feeds = {names.given[name]: array for name, array in gradients.items()}
         for label, name in (*names.carried.items(), *zip(names.fed, names.fed, strict=True)):
             feeds[name] = carried[label] if label in carried else self.present(label)
         (number,) = self._chosen
-        self._run({number: split_step.apply.of({}, self._buffers_of(number))}, feeds, ())
+        self._run({number: split_step.apply.half({})}, feeds, ())
 
     @property
     def repeatable(self) -> bool:
         """Whether `steps` is available: for small models with one training_info entry."""
-        return len(self._chosen) == 1 and self._templates[self._chosen[0]].repeatable
+        return len(self._chosen) == 1 and self._parts[self._chosen[0]].template.repeatable
 
     def steps(self, feeds: Mapping[str, Array], count: int) -> Array:
         """Makes several steps in one run.
@@ -693,37 +531,15 @@ class Execution:
             OrtopsError: In a forked process.
         """
         self.check_process()
-        self._check_variables()
-        turns, made = self._shared.position
+        self.variables.check()
+        turns, made = self.variables.position
         (number,) = self._chosen
         shapes = {name: array.shape[1:] for name, array in feeds.items()}
-        buffers = self._buffers_of(number)
-        (variant,) = self._caches[number].of(shapes, buffers).variants
-        turn = turns[number]
-        losses = variant.repetition.run(buffers(0, turn), turn, feeds)
+        part, turn = self._parts[number], turns[number]
+        losses = part.of(shapes).repetition.run(part.buffers, turn, feeds)
         changed = tuple(1 - turn if n == number else other for n, other in enumerate(turns))
-        self._shared.position = (changed, made + count)
+        self.variables.position = (changed, made + count)
         return losses
-
-    def _buffers_of(self, number: int) -> Buffers:
-        """Returns what maps a variable to the memory that a part reads and writes.
-
-        Args:
-            number: The part. What another part updates is read from its present buffer, which
-                changes; so it is bound again in each run.
-        """
-
-        def of_turn(_: int, turn: int) -> Callable[[str], tuple[Memory, Memory]]:
-            def buffers(name: str) -> tuple[Memory, Memory]:
-                both = self.variables[name].buffers
-                if self._updated_by.get(name, number) != number:
-                    turn_now = self._turn_of(name)
-                    return both[turn_now], both[turn_now]
-                return both[turn], both[1 - turn]
-
-            return buffers
-
-        return of_turn
 
 
 @dataclass
@@ -731,23 +547,14 @@ class _Shared:
     """What executions of parts of a step share, besides variables.
 
     Attributes:
-        position: The index of the current buffers of each part, and the number of steps: one store
-            changes all.
-        failed: Why the variables are between two steps; "" if they are not.
-        begun: Whether a step was made.
         compiles_later: Whether updates may be compiled after some steps, and are not yet.
         steps: The number of steps in this process, each made in a run of its own.
         seconds: How long they have taken.
-        split_steps: The steps cut after their gradients, by part.
     """
 
-    position: tuple[tuple[int, ...], int]
-    failed: str = ""
-    begun: bool = False
-    compiles_later: bool = False
+    compiles_later: bool
     steps: int = 0
     seconds: float = 0.0
-    split_steps: dict[int, SplitStep] = field(default_factory=dict)
 
 
 def output_labels(outputs: Sequence[Sequence[str]], names: Sequence[str]) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy.typing as npt
-import onnx
+import onnx_ir as ir
 import onnxruntime
 
 from ortops._common.arguments import choice
@@ -18,6 +18,7 @@ from ortops.engine.execution.providers import CPU, CUDA, WEBGPU, Provider
 from ortops.engine.execution.settings import Settings
 from ortops.engine.inference import InferenceSession, lend, open_lowered
 from ortops.errors import FREE_BATCH, KernelError, OrtopsError, UnsupportedError, is_raised_by
+from ortops.graph.files import external
 from ortops.graph.passes import passes_for
 from ortops.graph.passes.draft import Runtime
 
@@ -33,6 +34,9 @@ _COPIED_OPTIONS = (
 
 SESSIONS: Mapping[str, Runtime] = {WEBGPU: "webgpu_session", CUDA: "cuda_session"}
 """The runtime whose passes a session with a provider needs."""
+
+_LENT = 2**24
+"""Constants of at least this many bytes, such as frozen weights, are shared with onnxruntime."""
 
 _HERE = {CPU, "AzureExecutionProvider"}
 """Providers without memory of their own."""
@@ -95,22 +99,13 @@ class Sessions:
                 f"'{kernels}', which runs on the CPU only"
             )
 
-    @property
-    def lends(self) -> bool:
-        """Whether sessions can share external initializers in memory, which avoids copies.
-
-        Sharing needs options of its own, and Python kernels need a complete model.
-        """
-        return self._options is None and self.kernels != "python"
-
     def open(
         self,
-        model: onnx.ModelProto,
+        model: ir.Model,
         *,
         spin: bool = True,
         optimize: bool = True,
         single_thread: bool = False,
-        lent: Mapping[str, npt.NDArray[Any]] | None = None,
         anywhere: bool = True,
         disabled: Sequence[str] = (),
     ) -> InferenceSession:
@@ -121,7 +116,6 @@ class Sessions:
             spin: Whether threads may wait actively between runs.
             optimize: Whether onnxruntime may optimize the model, which takes time.
             single_thread: Whether a run uses one thread, because the caller has threads.
-            lent: External initializers in memory, if `lends`; they must outlive the session.
             anywhere: Whether to use all providers; otherwise, only the CPU.
             disabled: onnxruntime's optimizers that must not run on the model.
 
@@ -129,6 +123,9 @@ class Sessions:
             UnsupportedError: If onnxruntime cannot load the model.
         """
         options = self._options
+        # Sharing needs options of its own, and Python kernels need a complete model.
+        lends = options is None and not single_thread and self.kernels != "python"
+        proto, lent = external.move_out(model, _LENT if lends else None)
         if single_thread:
             is_ours = options is None
             options = _single_threaded(options)
@@ -154,12 +151,15 @@ class Sessions:
             if lent:
                 lend(options, lent)
         if self.kernels == "python":
-            return InferenceSession(model, options, self._providers, kernels="python")
+            return InferenceSession(proto, options, self._providers, kernels="python")
         if self.on_cpu or not anywhere:
-            return open_lowered(model, options, [(CPU, {})] if not anywhere else self._providers)
-        name_nodes(model)
-        _record_placement(options)
-        return open_lowered(model, options, self._providers, disabled)
+            session = open_lowered(proto, options, self._providers if anywhere else [(CPU, {})])
+        else:
+            name_nodes(proto)
+            _record_placement(options)
+            session = open_lowered(proto, options, self._providers, disabled)
+        session.lent = lent
+        return session
 
 
 def _record_placement(options: onnxruntime.SessionOptions) -> None:

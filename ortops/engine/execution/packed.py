@@ -41,7 +41,6 @@ class Packed:
         in_place: Whether updates may be in place if the formula allows it.
         joined: Whether the formula is part of the gradient graph, so that gradients need no memory
             of their own. Then no thread has chunks of its own.
-        always_safe: Whether updates are safe in place for any formula, because they are compiled.
         passed: Whether outputs of the gradient graph are passed to each update like feeds, so that
             they need no memory of their own.
 
@@ -66,7 +65,6 @@ class Packed:
         *,
         in_place: bool,
         joined: bool,
-        always_safe: bool = False,
         passed: bool = False,
     ) -> None:
         self.group = group
@@ -99,8 +97,7 @@ class Packed:
             value = self.group.formula.inputs[index]
             new = self.group.next_values.get(index)
             first = second = self._array(role.dtype)
-            safe = always_safe or (new is not None and is_safe_in_place(value, new))
-            if new is not None and not (in_place and safe):
+            if new is not None and not (in_place and is_safe_in_place(value, new)):
                 second = self._array(role.dtype)
             self.arrays[index] = first, second
             if role.updated:

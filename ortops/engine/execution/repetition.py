@@ -48,15 +48,16 @@ class Repetition:
 
     def run(
         self,
-        buffers: Callable[[str], tuple[Memory, Memory]],
+        buffers: Callable[[str, int], tuple[Memory, Memory]],
         turn: int,
         feeds: Mapping[str, Array],
     ) -> Array:
         """Makes several steps.
 
         Args:
-            buffers: See `ortops.engine.execution.variant.Variant.bind`.
-            turn: See `ortops.engine.execution.variant.Variant.bind`.
+            buffers: Returns, for a variable and a turn, the memory that it is read from, and the
+                memory that its next value is written to.
+            turn: Which of the two buffers of a variable to read.
             feeds: The batches of each input, stacked along axis 0.
 
         Returns:
@@ -75,11 +76,11 @@ class Repetition:
             elif name in self.constants:
                 memory = self.constants[name]
             else:
-                memory = given[name] if name in given else buffers(name)[0]
+                memory = given[name] if name in given else buffers(name, turn)[0]
             binding.bind_ortvalue_input(name, ort_value(memory))
         binding.bind_output(LOSSES)
         for name in (name for name in self.states if name not in self.packed):
-            binding.bind_ortvalue_output(state_output(name), ort_value(buffers(name)[1]))
+            binding.bind_ortvalue_output(state_output(name), ort_value(buffers(name, turn)[1]))
         for name, (group, index) in self.packed.items():
             array = group.arrays[index][1 - turn]
             binding.bind_ortvalue_output(state_output(name), ort_value(array))
@@ -112,10 +113,8 @@ def repeat(
     body = step.clone()
     inputs = {value.name or "": value for value in body.inputs}
     outputs = {value.name or "": value for value in body.outputs}
-    body.inputs.clear()
-    body.outputs.clear()
-    body.inputs.extend(inputs.pop(name) for name in (*states, *feeds))
-    body.outputs.extend(outputs[name] for name in (*states.values(), loss))
+    body.inputs[:] = [inputs.pop(name) for name in (*states, *feeds)]
+    body.outputs[:] = [outputs[name] for name in (*states.values(), loss)]
     for name, (group, index) in packed.items():
         _unpack(body, body.inputs[list(states).index(name)], group, index, inputs)
     outer_states = [_like(value) for value in body.inputs[: len(states)]]

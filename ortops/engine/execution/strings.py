@@ -6,7 +6,6 @@ session of their own before the step. The numbers that they compute are inputs o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,51 +15,42 @@ from ortops._common.numbers import Array
 from ortops.engine.execution.onnxruntime_sessions import run_session
 from ortops.engine.execution.providers import CPU
 from ortops.engine.execution.step import Step
-from ortops.engine.inference import open_lowered
+from ortops.engine.inference import InferenceSession, open_lowered
 from ortops.errors import UnsupportedError
 from ortops.graph.autodiff.gradient_node import Bound, is_bound, name_attributes
-from ortops.graph.edit import ancestor_nodes, copy_node, describe, prune, read_inputs
+from ortops.graph.edit import ancestor_nodes, describe, prune, read_inputs
 from ortops.graph.files.serialization import to_proto
 
 
 @dataclass(frozen=True)
 class _Front:
-    """The nodes of a step that read strings.
+    """The nodes of a step that read strings, on the CPU.
 
     Attributes:
-        model: Computes numbers from strings.
+        session: Computes numbers from strings.
         texts: The inputs of strings.
         numbers: The outputs.
     """
 
-    model: ir.Model
+    session: InferenceSession
     texts: frozenset[str]
     numbers: tuple[str, ...]
 
 
 class StringFront:
-    """Computes the numbers that training steps read instead of strings, on the CPU.
+    """Computes the numbers that training steps read instead of strings.
 
     Args:
         fronts: The nodes of each step that read strings; None for a step without any.
-
-    Raises:
-        UnsupportedError: If onnxruntime lacks a kernel.
     """
 
     def __init__(self, fronts: Sequence[_Front | None]) -> None:
-        self._fronts = fronts
-        self._texts = {name for front in fronts if front is not None for name in front.texts}
-        self._sessions = [
-            None if front is None else open_lowered(to_proto(front.model), None, [(CPU, {})])
-            for front in fronts
-        ]
+        self._all = fronts
+        self._fronts = [front for front in fronts if front is not None]
 
     def only(self, index: int) -> StringFront:
-        """Returns what computes the numbers of one of the steps, with the same sessions."""
-        result = copy.copy(self)
-        result._fronts, result._sessions = [self._fronts[index]], [self._sessions[index]]
-        return result
+        """Returns what computes the numbers of one of the steps, with the same session."""
+        return StringFront([self._all[index]])
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Returns a checked batch, with numbers instead of strings.
@@ -71,10 +61,10 @@ class StringFront:
         Raises:
             KernelError: If a kernel failed.
         """
-        found = {name: array for name, array in feeds.items() if name not in self._texts}
-        for front, session in zip(self._fronts, self._sessions, strict=True):
-            if front is not None and session is not None:
-                found |= run_session(session, feeds, front.numbers)
+        texts = frozenset[str]().union(*(front.texts for front in self._fronts))
+        found = {name: array for name, array in feeds.items() if name not in texts}
+        for front in self._fronts:
+            found |= run_session(front.session, feeds, front.numbers)
         return found
 
 
@@ -139,38 +129,25 @@ def _numbers(graph: ir.Graph, texts: Sequence[ir.Value]) -> list[ir.Value]:
 
 
 def _front(step: Step, numbers: Sequence[ir.Value]) -> _Front:
-    """Returns a model that computes numbers from strings."""
-    graph = step.model.graph
-    nodes = ancestor_nodes(numbers, set())
-    read = dict.fromkeys(v for node in nodes for v in read_inputs(node) if v.producer() is None)
-    copies: dict[ir.Value, ir.Value] = {}
-    for value in read:
+    """Returns what computes numbers from strings.
+
+    Raises:
+        UnsupportedError: If it reads what training changes, or onnxruntime lacks a kernel.
+    """
+    model = step.model.clone()
+    graph, names = model.graph, tuple(value.name or "" for value in numbers)
+    made = {value.name: value for node in graph for value in node.outputs}
+    graph.outputs[:] = [made[name] for name in names]
+    prune(graph)
+    for value in graph.inputs:
         if value.name in step.variables:
-            reader = next(node for node in nodes if value in read_inputs(node))
+            reader = next(iter(value.uses())).node
             raise UnsupportedError(
                 f"model: {describe(reader)} computes from strings, and from '{value.name}', which "
                 "training changes; leave it out of trainable="
             )
-        copies[value] = ir.Value(
-            name=value.name, type=value.type, shape=value.shape, const_value=value.const_value
-        )
-    inputs = [copies[value] for value in read if not value.is_initializer()]
-    body = ir.Graph(inputs, [], nodes=[], opset_imports=dict(graph.opset_imports), name="strings")
-    for value in read:
-        if value.is_initializer():
-            body.register_initializer(copies[value])
-    for node in graph:
-        if node in nodes:
-            copy = copy_node(node, copies)
-            copy.name = node.name
-            for old, new in zip(node.outputs, copy.outputs, strict=True):
-                new.name = old.name
-                copies[old] = new
-            body.append(copy)
-    body.outputs.extend(copies[value] for value in numbers)
-    model = ir.Model(body, ir_version=step.model.ir_version)
-    texts = frozenset(v.name or "" for v in inputs if v.dtype == ir.DataType.STRING)
-    return _Front(model, texts, tuple(value.name or "" for value in numbers))
+    texts = frozenset(v.name or "" for v in graph.inputs if v.dtype == ir.DataType.STRING)
+    return _Front(open_lowered(to_proto(model), None, [(CPU, {})]), texts, names)
 
 
 def _forget_strings(graph: ir.Graph, texts: Sequence[ir.Value]) -> None:

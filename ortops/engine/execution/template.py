@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import onnx_ir as ir
 
@@ -16,16 +18,16 @@ from ortops.engine.execution.onnxruntime_sessions import Sessions
 from ortops.engine.execution.packed import Packed
 from ortops.engine.execution.settings import PackedUpdate
 from ortops.engine.execution.sizes import bind_sizes, sizes_in
-from ortops.engine.execution.split_step_graphs import Cut, cut, next_values
+from ortops.engine.execution.split_step import Cut, cut, next_values
 from ortops.engine.execution.step import Step
 from ortops.engine.execution.translation import Translation, translate
-from ortops.engine.execution.update import CompiledUpdate, ReplaceableUpdate, Update
+from ortops.engine.execution.update import CompiledUpdate, SessionUpdate, Update
 from ortops.engine.execution.update_groups import Group, split
-from ortops.engine.execution.updates_in_backward import check_updates
+from ortops.engine.execution.updates_in_graph import check_updates
 from ortops.engine.lowering import lower_optimizers, lower_prepared, takes_python_kernel
 from ortops.errors import UnsupportedError
 from ortops.graph.autodiff.registry import Rules
-from ortops.graph.edit import prune, remove_defaults, remove_unread_inputs
+from ortops.graph.edit import remove_defaults, remove_unread_inputs, set_outputs
 from ortops.graph.folding import fold
 from ortops.graph.passes import scaled_sums
 from ortops.graph.passes.rematerialization import Checkpoint, Rematerialization, names_in
@@ -49,7 +51,7 @@ class Template:
     Attributes:
         step: The part.
         sessions: Opens the sessions.
-        joined: Whether all packed updates are in the gradient graph.
+        joined: Whether all packed updates are part of the gradient graph.
         packed: The packed updates, with their memory.
         unpacked: The output that is the next value, by variable, for updates that are not packed.
         standard: Why updates are not compiled although this was tried, by variable.
@@ -60,6 +62,7 @@ class Template:
         in_backward: Whether variables are updated in the backward pass; false in small models.
         extra: Further tensors of the graph that are outputs; those that it does not have are
             ignored.
+        bindings: What binds the updates to memory.
         overwrites: Whether next values overwrite the present ones in the memory of a device, in a
             run after that of the gradients.
     """
@@ -94,7 +97,8 @@ class Template:
         if in_backward:
             check_updates(step)
         self.in_backward = in_backward and _size_of(graph, step.parameters) > settings.joined
-        self._updates: list[ReplaceableUpdate] = []
+        self.bindings = weakref.WeakSet[Any]()
+        self._updates: list[Update] = []
         self._dropped = [name for name in step.counts if name not in step.varying]
         groups: list[Group] = []
         self.unpacked: dict[str, str] = dict(step.updates)
@@ -110,21 +114,17 @@ class Template:
             )
         elif in_place and _size_of(graph, step.updates) > settings.joined:
             self.overwrites = True
-        small = kernels != "python" and sum(group.size for group in groups) <= settings.joined
-        small = small and not self.in_backward
-        apart = sessions.on_cpu and not small and kernels != "python"
-        if apart and settings.scaled_sums and scaled_sums.has_kernel():
-            for group in groups:
-                scaled_sums.insert(group.formula, group.updated)
+        in_nodes = kernels != "python" and not self.in_backward
+        small = in_nodes and sum(group.size for group in groups) <= settings.joined
         self.spins = small or not groups
+        if not small and kernels != "python":
+            self._insert_scaled_sums(groups)
         self.standard: dict[str, str] = {}
         self.translations: dict[Packed, Translation] = {}
-        if kernels == "compiled":
-            self.standard = dict.fromkeys(self.unpacked, _NOT_ELEMENTWISE)
         self.packed = [self._pack(group, small=small) for group in groups]
-        self.joined = small and all(packed.joined for packed in self.packed)
-        for translation in self.translations.values():
-            compiled(translation)
+        self.joined = small
+        if kernels == "compiled":
+            self.compile_updates(0, anew=True)
         self._remove_unread_feeds()
         # Repeated steps pass states from one to the next, so each of them must be an input.
         self._all_read = set(self.unpacked) <= {value.name for value in graph.inputs}
@@ -132,65 +132,55 @@ class Template:
         has_names = bool(names_in(recompute))
         self.gains = not has_names and any(each.gains(step.model, None) for each in self._passes)
 
-    def _pack(self, group: Group, *, small: bool) -> Packed:
-        """Returns a group with its memory, and its translation if it is to be compiled now."""
+    def _insert_scaled_sums(self, groups: Sequence[Group]) -> None:
         settings = self.sessions.settings
-        translation: Translation | None = None
+        if self.sessions.on_cpu and settings.scaled_sums and scaled_sums.has_kernel():
+            for group in groups:
+                scaled_sums.insert(group.formula, group.updated)
+
+    def _pack(self, group: Group, *, small: bool) -> Packed:
+        """Returns a group with its memory."""
+        settings = self.sessions.settings
         early = self.in_backward and group.size >= settings.early and len(group.shapes) == 1
-        if self.sessions.kernels == "compiled" and early:
-            names = [name for role in group.roles if role.updated for name in role.names]
-            self.standard |= dict.fromkeys(names, _IN_BACKWARD)
-        elif self.sessions.kernels == "compiled":
-            translation = self._translated(group, self._overwritten_by(group))
-        packed = Packed(
+        return Packed(
             group,
             sys.maxsize if small else settings.chunk,
             self.sessions.threads,
             # A small update in the gradient graph must not overwrite anything before all has run.
-            in_place=self._may_overwrite and (not small or translation is not None),
-            joined=(small or early) and translation is None,
-            always_safe=translation is not None,
+            in_place=self._may_overwrite and not small,
+            joined=small or early,
             passed=not small and not early and group.size >= settings.passed,
         )
-        if translation is not None:
-            self.translations[packed] = translation
-        return packed
 
-    def _overwritten_by(self, group: Group) -> Collection[int]:
-        """Returns the roles that a compiled update overwrites, which no error can stop halfway."""
-        return group.next_values if self._may_overwrite else ()
-
-    def _translated(self, group: Group, overwritten: Collection[int]) -> Translation | None:
-        """Returns the translation of a group; records the reason if there is none."""
-        try:
-            return translate(group, overwritten=overwritten)
-        except UnsupportedError as error:
-            names = [name for role in group.roles if role.updated for name in role.names]
-            self.standard |= dict.fromkeys(names, str(error))
-            return None
-
-    def compilable(self) -> dict[Packed, Translation]:
+    def compilable(self, *, anew: bool = False) -> dict[Packed, Translation]:
         """Returns the translations of all updates that have one.
 
-        Those that are separate from the gradients stay in the memory that they have.
+        Args:
+            anew: Whether updates can move in memory, because nothing is bound to it yet. Otherwise,
+                only those can that are part of the gradient graph, which is then made anew.
         """
         self.standard = dict.fromkeys(self.unpacked, _NOT_ELEMENTWISE)
         found: dict[Packed, Translation] = {}
         for packed in self.packed:
-            if packed.joined and self.in_backward:
-                continue
-            group = packed.group
-            overwritten = self._overwritten_by(group) if packed.joined else packed.overwritten
-            translation = self._translated(group, overwritten)
-            if translation is not None:
-                found[packed] = translation
+            # Compiled code may overwrite anything, as no error can stop it halfway.
+            anywhere = packed.group.next_values if self._may_overwrite else ()
+            overwritten = anywhere if packed.joined or anew else packed.overwritten
+            try:
+                if packed.joined and self.in_backward:
+                    raise UnsupportedError(_IN_BACKWARD)
+                found[packed] = translate(packed.group, overwritten=overwritten)
+            except UnsupportedError as error:
+                roles = [role for role in packed.group.roles if role.updated]
+                names = [name for role in roles for name in role.names]
+                self.standard |= dict.fromkeys(names, str(error))
         return found
 
-    def compile_updates(self, turn: int) -> bool:
+    def compile_updates(self, turn: int, *, anew: bool = False) -> bool:
         """Compiles all updates that can be.
 
         Args:
             turn: The index of the buffers with the present values.
+            anew: See `compilable`.
 
         Returns:
             Whether the graphs must be made anew, because updates are no longer part of them. The
@@ -199,20 +189,23 @@ class Template:
         Raises:
             OrtopsError: See `ortops.engine.execution.compilation.compiled`. Nothing has changed.
         """
-        found = self.compilable()
+        found = self.compilable(anew=anew)
         for translation in found.values():
             compiled(translation)
-        threads = self.sessions.threads
-        for update in self._updates:
-            if (packed := update.packed) in found:
-                update.replace(CompiledUpdate(packed, found[packed], threads))
         kept = turn if self._may_overwrite else None
-        apart = {packed: packed.apart(kept) for packed in found if packed.joined}
+        apart = {packed: packed.apart(kept) for packed in found if packed.joined or anew}
         self.packed = [apart.get(packed, packed) for packed in self.packed]
         self.translations |= {apart.get(packed, packed): each for packed, each in found.items()}
         self.joined = self.joined and not apart
         if apart:
             self._updates = []
+        else:  # in place, because halves of the step share the list
+            self._updates[:] = [
+                self._update(each.packed) if each.packed in found else each
+                for each in self._updates
+            ]
+            for binding in list(self.bindings):
+                binding.bind_updates()
         return bool(apart)
 
     def _remove_unread_feeds(self) -> None:
@@ -251,12 +244,7 @@ class Template:
         model = self.step.model.clone()
         if self._dropped:
             kept = [v for v in model.graph.outputs if v.name not in self._dropped]
-            inputs = list(model.graph.inputs)
-            model.graph.outputs.clear()
-            model.graph.outputs.extend(kept)
-            prune(model.graph)
-            model.graph.inputs.clear()
-            model.graph.inputs.extend(inputs)
+            set_outputs(model.graph, kept)
         if self.extra:
             present = {value.name for value in model.graph.outputs}
             there = {v.name: v for node in model.graph for v in node.outputs}
@@ -288,19 +276,17 @@ class Template:
         found = next((value for value in values if value.name == name), None)
         return found is not None and not isinstance(found.type, ir.SequenceType | ir.OptionalType)
 
-    def updates(self) -> list[ReplaceableUpdate]:
+    def updates(self) -> list[Update]:
         """Returns the packed updates that are separate from the gradients, opened once."""
         if not self._updates:
-            self._updates += [
-                ReplaceableUpdate(
-                    Update(packed, self.sessions)
-                    if packed not in self.translations
-                    else CompiledUpdate(packed, self.translations[packed], self.sessions.threads)
-                )
-                for packed in self.packed
-                if not packed.joined
-            ]
+            self._updates += [self._update(each) for each in self.packed if not each.joined]
         return self._updates
+
+    def _update(self, packed: Packed) -> Update:
+        translation = self.translations.get(packed)
+        if translation is None:
+            return SessionUpdate(packed, self.sessions)
+        return CompiledUpdate(packed, translation, self.sessions.threads)
 
     def report(self) -> list[PackedUpdate]:
         """Returns what the packed updates are."""

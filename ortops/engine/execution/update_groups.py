@@ -160,8 +160,7 @@ def split(
     groups = [_group(members, fed, out, keep) for members in packed]
     taken = {target for component in components for target in component.targets}
     kept = [value for value in graph.outputs if value not in taken]
-    graph.outputs.clear()
-    graph.outputs.extend([*kept, *out.values.values()])
+    graph.outputs[:] = [*kept, *out.values.values()]
     graph.remove([node for component in components for node in component.nodes], safe=True)
     remove_unread(list(graph))
     removed = {targets[target].name for target in taken}
@@ -388,8 +387,7 @@ def _move_scalars(
                 new = ir.Value(name=name, type=read.type, shape=ir.Shape([]))
                 node.replace_input_with(index, found.setdefault(read, new))
     remove_unread(list(formula))
-    formula.inputs.clear()
-    formula.inputs.extend([*own, *found.values()])
+    formula.inputs[:] = [*own, *found.values()]
     return [moved[value] for value in found]
 
 

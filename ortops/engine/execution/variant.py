@@ -1,41 +1,49 @@
-"""A step for batches of certain shapes, with open sessions."""
+"""A step for batches of certain shapes: its graph in an open session, and bound to memory."""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 
 from ortops._common.numbers import Array
-from ortops.engine.execution.binding import Binding, overwriting
-from ortops.engine.execution.compilation import Call
-from ortops.engine.execution.device_updates import REMOVES_COPIES, copy_last
-from ortops.engine.execution.memory import DeviceArray, Memory
-from ortops.engine.execution.onnxruntime_sessions import inputs_here
-from ortops.engine.execution.packed import Packed
+from ortops.engine.execution.compilation import Call, run_in_a_row
+from ortops.engine.execution.memory import DeviceArray, Memory, fetch, ort_value, put
+from ortops.engine.execution.onnxruntime_sessions import (
+    errors_as_ours,
+    inputs_elsewhere,
+    inputs_here,
+)
 from ortops.engine.execution.placement import PlacedNode, nodes_of, placed_nodes
 from ortops.engine.execution.providers import WEBGPU, check_float16
 from ortops.engine.execution.repetition import Repetition, repeat
 from ortops.engine.execution.template import Template
 from ortops.engine.execution.update_groups import is_scalar
-from ortops.engine.execution.updates_in_backward import order_updates, put_updates_behind_gradients
+from ortops.engine.execution.updates_in_graph import (
+    REMOVES_COPIES,
+    SlicesByName,
+    copy_last,
+    join_updates,
+    order_updates,
+    put_updates_behind_gradients,
+)
+from ortops.engine.inference import InferenceSession
 from ortops.graph.element_types import values_of_type
 from ortops.graph.files import external
-from ortops.graph.files.serialization import to_proto
 from ortops.graph.passes.blocked import is_mostly_blocked
 from ortops.graph.passes.order import put_last_results_first
 from ortops.graph.passes.quantized_weights import dequantize_products
-from ortops.graph.passes.scaled_sums import expand
-from ortops.graph.tensor import Names, Tape, op
+from ortops.graph.tensor import Names
 
-_LENT = 2**24
-"""Constants of at least this many bytes, such as frozen weights, are shared with onnxruntime."""
+_COPIED = 2**20  # the largest outputs, in bytes, that are copied from onnxruntime's memory
 
-SlicesByName: TypeAlias = dict[str, tuple[Packed, int]]
-"""Inputs or outputs of a graph that hold a packed role: the packed update and the role's index."""
+Buffers: TypeAlias = Callable[[str, int], tuple[Memory, Memory]]
+"""Returns, for a variable and a turn, the memory that it is read from and that is written to."""
 
 
 class Variant:
@@ -46,157 +54,96 @@ class Variant:
         shapes: The shapes of the feeds; None for any.
 
     Attributes:
-        nodes: The nodes of the gradient graph, and where they run; None if it is not known.
+        template: The template.
+        graph: The lowered graph, with the updates that are part of it.
+        session: Runs the graph; None if it has no outputs.
+        inputs: The inputs of the graph that hold packed roles.
+        outputs: The outputs for their next values, in the same order.
+        constants: The memory of large constants, such as frozen weights.
+        safe: The outputs that may have the memory of the variable that they are the next value of.
+        nodes: The nodes of the graph, and where they run; None if it is not known.
         read_here: The inputs that are read in the CPU's memory.
         read_elsewhere: All other inputs.
         in_place: The variables whose next values overwrite the present ones, if their memory is the
             same.
+        bindings: The graph bound to memory, for steps of even number and of odd number; empty
+            before `bind`.
     """
 
     def __init__(self, template: Template, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
-        self._template = template
+        self.template = template
+        self.bindings: list[Binding] = []
         sessions, settings = template.sessions, template.sessions.settings
         model = template.lowered(shapes)
-        graph = self._graph = model.graph
+        graph = self.graph = model.graph
         if WEBGPU in sessions.names and values_of_type(graph, ir.DataType.FLOAT16):
             check_float16()
-        self._inputs: SlicesByName = {}
-        self._outputs: SlicesByName = {}
-        gradients = list(graph)
         # Opening takes half as long without onnxruntime's optimizations, which find little.
         optimize = not is_mostly_blocked(graph)  # before updates, whose sums are in blocks as well
-        if any(packed.joined for packed in template.packed):
-            self._inputs, self._outputs = _join(graph, template.packed, template.in_backward)
-        self._safe: set[str] = set()  # outputs that are written to the memory that is read
-        if template.in_backward:
-            self._safe = self._order_updates(graph)
-            put_updates_behind_gradients(graph, gradients)
-        else:
-            put_last_results_first(graph)
+        self.inputs, self.outputs, self.safe = self._with_updates(graph)
         for name, value in list(graph.initializers.items()):
             if not value.uses() and not value.is_graph_output():  # onnxruntime would warn
                 del graph.initializers[name]
         if sessions.on_cpu and _frozen_bytes(graph) > settings.copied:
             dequantize_products(graph, Names(graph))
         self.in_place = copy_last(graph, template.unpacked) if template.overwrites else set()
-        self._constants: dict[str, Memory] = {
+        self.constants: dict[str, Memory] = {
             name: array if sessions.device is None else DeviceArray(array, sessions.device)
             for name, array in external.move_to_inputs(model, settings.copied).items()
         }
-        self._session = None  # without outputs, as if all gradients are fed
+        self.session: InferenceSession | None = None  # as if all gradients are fed
         if graph.outputs:
-            limit = _LENT if sessions.lends else None
-            proto, self._lent = external.move_out(model, limit)
-            self._session = sessions.open(
-                proto,
+            self.session = sessions.open(
+                model,
                 spin=template.spins,
                 optimize=optimize,
-                lent=self._lent,
                 disabled=[REMOVES_COPIES] if self.in_place else [],
             )
         self.nodes: list[PlacedNode] | None = []
         if sessions.on_cpu:
             self.nodes = nodes_of(graph)
-        elif self._session is not None:
-            self.nodes = placed_nodes(self._session)
-        self.read_here = set() if self._session is None else inputs_here(self._session)
+        elif self.session is not None:
+            self.nodes = placed_nodes(self.session)
+        self.read_here = set() if self.session is None else inputs_here(self.session)
         self.read_elsewhere = {value.name or "" for value in graph.inputs} - self.read_here
-        self._updates = template.updates()
+        template.updates()  # opened here, before the graph is bound
 
-    def _order_updates(self, graph: ir.Graph) -> set[str]:
-        """Makes updates in place wait for what reads old values; returns their outputs."""
-        shared: dict[str, list[str]] = {}
-        for name, output in self._template.unpacked.items():
-            shared.setdefault(output, []).append(name)
-        for name, output in zip(self._inputs, self._outputs, strict=True):
-            packed, index = self._inputs[name]
-            first, second = packed.arrays[index]
-            if first is second:
-                shared[output] = [name, *packed.group.roles[index].names]
-        step = self._template.step
-        fixed = {value.name or "" for value in graph.inputs} - set(step.feeds)
-        return order_updates(graph, shared, fixed=fixed, checked=self._outputs)
+    def _with_updates(self, graph: ir.Graph) -> tuple[SlicesByName, SlicesByName, set[str]]:
+        """Adds the updates that are part of the graph, and orders its nodes.
 
-    def bind(
-        self,
-        buffers: Callable[[str], tuple[Memory, Memory]],
-        turn: int,
-        rebound: Collection[str] = (),
-    ) -> Binding:
-        """Binds the sessions to memory.
-
-        Args:
-            buffers: Returns the memory that a variable is read from, and the memory that its next
-                value is written to.
-            turn: Which of the two arrays of packed roles to read.
-            rebound: See `Binding`.
+        Returns:
+            See the attributes ``inputs``, ``outputs`` and ``safe``.
         """
-        step = self._template.step
-        read: dict[str, Memory] = {}
-        for name in (value.name or "" for value in self._graph.inputs):
-            if name in self._inputs:
-                packed, index = self._inputs[name]
-                read[name] = packed.arrays[index][turn]
-            elif name in self._constants:
-                read[name] = self._constants[name]
-            elif name not in step.feeds:
-                read[name] = buffers(name)[0]
-        written: dict[str, Memory] = {}
-        copies: list[tuple[Memory, Memory]] = []
-        for name, output in self._template.unpacked.items():
-            present, target = buffers(name)
-            elsewhere = self._template.in_backward and output not in self._safe
-            if elsewhere and target is present and output not in written:
-                written[output] = np.empty_like(target)
-            if written.setdefault(output, target) is not target:
-                copies.append((written[output], target))
-        for name, (packed, index) in self._outputs.items():
-            present, target = packed.arrays[index][turn], packed.arrays[index][1 - turn]
-            written[name] = target
-            if target is present and name not in self._safe:
-                written[name] = np.empty_like(target)
-                copies.append((written[name], target))
-        types = {value.name: value.dtype for value in self._graph.outputs}
-        updates: list[Callable[[Mapping[str, Any]], None]] = []
-        calls: list[Call] | None = []
-        scalars: dict[str, Array] = {}
-        for update in self._updates:
-            group = update.packed.group
-            for name in group.scalars:
-                dtype = types[name]
-                assert dtype is not None
-                scalar = written.setdefault(name, np.zeros((), dtype.numpy()))
-                assert isinstance(scalar, np.ndarray)  # on a device nothing is packed
-                scalars[name] = scalar
-            for index, role in enumerate(group.roles):
-                if not role.updated and index not in update.packed.given:
-                    written |= zip(role.names, update.packed.views(index, turn), strict=True)
-            own = [scalars[name] for name in group.scalars]
-            updates.append(update.bind(own, turn))
-            of_update = update.calls(own, turn)
-            calls = None if calls is None or of_update is None else [*calls, *of_update]
-        for value in self._graph.outputs:
-            if value.name == step.loss and value.dtype is not None and is_scalar(value):
-                written.setdefault(step.loss, np.zeros((), value.dtype.numpy()))
-        interruptible = all(update.interruptible for update in self._updates)
-        passed = [name for update in self._updates for name in update.packed.passed]
-        shown = [name for name in self._template.shown if name in types]
-        device = self._template.sessions.device
-        binding = Binding(
-            *(self._session, read, written, shown, copies, updates, interruptible, rebound, passed),
-            device,
-            calls,
-        )
-        return overwriting(binding) if self.in_place else binding
+        template, gradients = self.template, list(graph)
+        inputs, outputs = join_updates(graph, template.packed, template.in_backward)
+        if not template.in_backward:
+            put_last_results_first(graph)
+            return inputs, outputs, set()
+        shared: dict[str, list[str]] = {}  # the inputs that have the memory of an output
+        for name, output in template.unpacked.items():
+            shared.setdefault(output, []).append(name)
+        for name, output in zip(inputs, outputs, strict=True):
+            packed, index = inputs[name]
+            if index in packed.overwritten:
+                shared[output] = [name, *packed.group.roles[index].names]
+        fixed = {value.name or "" for value in graph.inputs} - set(template.step.feeds)
+        safe = order_updates(graph, shared, fixed=fixed, checked=outputs)
+        put_updates_behind_gradients(graph, gradients)
+        return inputs, outputs, safe
+
+    def bind(self, buffers: Buffers, rebound: Collection[str] = ()) -> None:
+        """Binds the graph to memory; see `Binding`."""
+        bound = [Binding(self, buffers, turn, rebound) for turn in (0, 1)]
+        self.bindings = [each.as_update() for each in bound] if self.in_place else bound
 
     @functools.cached_property
     def repetition(self) -> Repetition:
         """Runs several steps at once."""
-        states = {**self._template.unpacked, **dict(zip(self._inputs, self._outputs, strict=True))}
-        step = self._template.step
-        model = repeat(self._graph, states, self._inputs, step.feeds, step.loss)
-        session = self._template.sessions.open(to_proto(model))
-        return Repetition(session, states, self._inputs, self._constants)
+        states = {**self.template.unpacked, **dict(zip(self.inputs, self.outputs, strict=True))}
+        step = self.template.step
+        model = repeat(self.graph, states, self.inputs, step.feeds, step.loss)
+        session = self.template.sessions.open(model)
+        return Repetition(session, states, self.inputs, self.constants)
 
 
 def _frozen_bytes(graph: ir.Graph) -> int:
@@ -205,49 +152,224 @@ def _frozen_bytes(graph: ir.Graph) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def _join(
-    graph: ir.Graph, all_packed: list[Packed], in_backward: bool
-) -> tuple[SlicesByName, SlicesByName]:
-    """Inserts the packed updates that are joined into the gradient graph.
+class Binding:
+    """A variant bound to memory: computes gradients, and then applies the updates.
+
+    Where the updates run is decided by others: as nodes of the graph (`differentiate` then writes
+    the next values of variables), or afterwards (`update`).
 
     Args:
-        graph: The gradient graph.
-        all_packed: All packed updates.
-        in_backward: Whether nodes are added for the scalars of an update, which may wait for others
-            (see `ortops.engine.execution.updates_in_backward`).
+        variant: The variant.
+        buffers: Returns the memory of variables.
+        turn: Which of the two buffers of a variable to read.
+        rebound: Inputs that are bound before each run and released after it, such as variables that
+            a caller may replace, and large feeds.
 
-    Returns:
-        The inputs and the outputs of the graph that hold packed roles, in the same order.
+    Attributes:
+        shown: The outputs that a caller may request.
+        interruptible: Whether it does no harm if an exception of a signal handler ends `update`.
     """
-    new_inputs: SlicesByName = {}
-    new_outputs: SlicesByName = {}
-    outputs = {value.name: value for value in graph.outputs}
-    values = {**{value.name: value for value in graph.inputs}, **outputs}
-    tape = Tape(graph, names=Names(graph))
-    apart = [packed.group for packed in all_packed if not packed.joined]
-    read_apart = {n for group in apart for role in group.roles for n in role.names}
-    read_apart |= {name for group in apart for name in group.scalars}
-    for packed in all_packed:
-        if not packed.joined:
-            continue
-        group = packed.group
-        rows = None if packed.rows == 1 else packed.rows
-        inputs = packed.inputs(f"{tape.names.unique('packed')}_", rows)
-        for index, role in enumerate(group.roles):
-            if role.updated:
-                graph.inputs.append(inputs[index])
-                new_inputs[inputs[index].name or ""] = (packed, index)
-            else:
-                inputs[index] = packed.pack(tape, [values[name] for name in role.names])
-        scalars = [outputs[name] for name in group.scalars]
-        own = [op.Identity(tape.tensor(v)).value if in_backward else v for v in scalars]
-        results = packed.emit(tape, [*inputs[: len(group.roles)], *own])
-        taken = {*scalars, *(values[n] for r in group.roles if not r.updated for n in r.names)}
-        kept = [v for v in graph.outputs if v not in taken or v.name in read_apart]
-        graph.outputs.clear()
-        graph.outputs.extend([*kept, *results])
-        for index, result in zip(group.next_values, results, strict=True):
-            new_outputs[result.name or ""] = (packed, index)
-    if in_backward:
-        expand(graph)
-    return new_inputs, new_outputs
+
+    def __init__(
+        self, variant: Variant, buffers: Buffers, turn: int, rebound: Collection[str]
+    ) -> None:
+        template = variant.template
+        self._session, self._turn, self._template = variant.session, turn, template
+        self._device = template.sessions.device
+        types = {value.name or "": value.dtype for value in variant.graph.outputs}
+        self.shown: Sequence[str] = [name for name in template.shown if name in types]
+        self.read = _memory_read(variant, buffers, turn)
+        self.written, self._copies = _memory_written(variant, buffers, turn)
+        self._scalars: dict[str, Array] = {}
+        for update in template.updates():
+            group = update.packed.group
+            for name in group.scalars:
+                dtype = types[name]
+                assert dtype is not None
+                scalar = self.written.setdefault(name, np.zeros((), dtype.numpy()))
+                assert isinstance(scalar, np.ndarray)  # on a device nothing is packed
+                self._scalars[name] = scalar
+            for index, role in enumerate(group.roles):
+                if not role.updated and index not in update.packed.given:
+                    views = update.packed.views(index, turn)
+                    self.written |= zip(role.names, views, strict=True)
+        for value in variant.graph.outputs:
+            if value.name == template.step.loss and value.dtype is not None and is_scalar(value):
+                self.written.setdefault(value.name, np.zeros((), value.dtype.numpy()))
+        self._passed = [name for each in template.updates() for name in each.packed.passed]
+        self._kept: Sequence[str] = ()
+        self._given: dict[str, Memory] = {}
+        names = set[str]()
+        if self._session is not None:
+            names.update(value.name for value in self._session.get_inputs())
+        self._rebound = names & set(rebound)
+        self._feeds = names - self.read.keys() - self._rebound
+        bound = {name: each for name, each in self.read.items() if name not in self._rebound}
+        self._moving = [] if self._session is None else inputs_elsewhere(self._session, bound)
+        self._released = ort_value(np.zeros(1, np.float32))
+        self._bindings: dict[tuple[str, ...], onnxruntime.IOBinding] = {}
+        self.bind_updates()
+        template.bindings.add(self)
+
+    def bind_updates(self) -> None:
+        """Binds the updates that are separate from the gradients, as the template has them now."""
+        updates = self._template.updates()
+        bound = [
+            update.bind([self._scalars[name] for name in update.packed.group.scalars], self._turn)
+            for update in updates
+        ]
+        calls = [each.calls for each in bound]
+        self._works: Sequence[Callable[[Mapping[str, Any]], object]] = [e.apply for e in bound]
+        self._calls: list[Call] | None = None
+        if None not in calls:
+            self._calls = [call for each in calls for call in each or ()]
+        self.interruptible = all(update.interruptible for update in updates)
+
+    def differentiate(
+        self,
+        feeds: Mapping[str, Memory],
+        wanted: Sequence[str] | None,
+        into: Mapping[str, Array] | None = None,
+    ) -> dict[str, Array]:
+        """Runs the graph.
+
+        Args:
+            feeds: The feeds, and arrays that replace variables.
+            wanted: The outputs to return; all by default.
+            into: Arrays for further outputs, which must be the same outputs in each run.
+        """
+        if self._session is None:
+            return {}
+        names = tuple(n for n in self.shown if wanted is None or n in wanted)
+        fetched = tuple(name for name in names if name not in self.written)
+        binding = self._bindings.get(fetched)
+        if binding is None:
+            binding = self._bindings[fetched] = self._bind(self._session)
+        for name in self._feeds:
+            binding.bind_cpu_input(name, feeds[name])
+        for name in self._moving:
+            binding.bind_ortvalue_input(name, ort_value(self.read[name]))
+        for name in self._rebound:
+            memory = feeds[name] if name in feeds else self.read[name]
+            binding.bind_ortvalue_input(name, ort_value(memory))
+        for name in self._passed:
+            binding.bind_output(name)
+        into = into or {}
+        if self._device is not None:
+            for name in self._kept:
+                binding.bind_output(name, self._device.kind, self._device.number)
+        for name, array in into.items():
+            binding.bind_ortvalue_output(name, ort_value(array))
+        for name in fetched:  # otherwise onnxruntime would write into the results of the last step
+            binding.bind_output(name)
+        with errors_as_ours():
+            self._session.run_with_iobinding(binding)
+        for source, target in self._copies:
+            put(target, fetch(source))
+        shown = {n: fetch(self.written[n]).copy() for n in names if n in self.written}
+        if fetched or self._passed or self._kept:
+            outputs = binding.get_outputs_as_ortvaluevector()
+            # An iterator would return references to elements, which are replaced below.
+            found = (outputs[index] for index in range(len(self.written), len(outputs)))
+            self._given = {name: next(found).numpy() for name in self._passed}
+            if self._device is not None:
+                around = functools.partial(DeviceArray.around, device=self._device)
+                self._given |= {name: around(next(found)) for name in self._kept}
+            for _ in into:
+                next(found)
+            shown |= {name: _copied(next(found).numpy()) for name in fetched}
+        for name in self._rebound:  # otherwise the binding would keep them alive
+            binding.bind_ortvalue_input(name, self._released)
+        for name in (*self._passed, *self._kept, *into):
+            binding.bind_ortvalue_output(name, self._released)
+        return shown
+
+    def _bind(self, session: InferenceSession) -> onnxruntime.IOBinding:
+        binding = session.io_binding()
+        for name, memory in self.read.items():
+            binding.bind_ortvalue_input(name, ort_value(memory))
+        for name, memory in self.written.items():
+            binding.bind_ortvalue_output(name, ort_value(memory))
+        return binding
+
+    def update(self, feeds: Mapping[str, Any]) -> None:
+        """Runs the updates that are separate from the gradients, which are let go of."""
+        if self._given:
+            feeds, self._given = {**feeds, **self._given}, {}
+        for work in self._works:
+            work(feeds)
+
+    def update_and(self, finish: Callable[[], object]) -> bool:
+        """Does the same by `run_in_a_row`, with a C function, if it can; returns whether it did."""
+        if self._calls is None:
+            return False
+        run_in_a_row(self._calls, finish)
+        return True
+
+    def as_update(self) -> Binding:
+        """Returns a binding whose update is a run of this one, which overwrites variables."""
+        return self._with([functools.partial(self.differentiate, wanted=())], session=None)
+
+    def followed_by(self, other: Binding, kept: Sequence[str]) -> Binding:
+        """Returns a binding whose updates are the run and the updates of another one.
+
+        Args:
+            other: The other one.
+            kept: Outputs that it reads, which stay on the device.
+        """
+        run = functools.partial(other.differentiate, wanted=())
+        result = self._with([run, other.update], session=self._session)
+        result._kept = kept
+        return result
+
+    def _with(
+        self,
+        works: Sequence[Callable[[Mapping[str, Any]], object]],
+        session: InferenceSession | None,
+    ) -> Binding:
+        result = copy.copy(self)
+        result._session, result._works, result._calls = session, works, None
+        result.interruptible = False
+        return result
+
+
+def _memory_read(variant: Variant, buffers: Buffers, turn: int) -> dict[str, Memory]:
+    """Returns the memory of all inputs of a graph except feeds."""
+    read: dict[str, Memory] = {}
+    for name in (value.name or "" for value in variant.graph.inputs):
+        if name in variant.inputs:
+            packed, index = variant.inputs[name]
+            read[name] = packed.arrays[index][turn]
+        elif name in variant.constants:
+            read[name] = variant.constants[name]
+        elif name not in variant.template.step.feeds:
+            read[name] = buffers(name, turn)[0]
+    return read
+
+
+def _memory_written(
+    variant: Variant, buffers: Buffers, turn: int
+) -> tuple[dict[str, Memory], list[tuple[Memory, Memory]]]:
+    """Returns the memory of next values by output, and pairs of memory to copy after a run.
+
+    An output that may not overwrite what the graph reads has memory of its own.
+    """
+    written: dict[str, Memory] = {}
+    copies: list[tuple[Memory, Memory]] = []
+    targets = [(output, buffers(name, turn)) for name, output in variant.template.unpacked.items()]
+    for name, (packed, index) in variant.outputs.items():
+        both = packed.arrays[index]
+        targets.append((name, (both[turn], both[1 - turn])))
+    in_graph = variant.template.in_backward
+    for output, (present, target) in targets:
+        own = in_graph and target is present and output not in variant.safe
+        if own and output not in written:
+            written[output] = np.empty_like(target)
+        if written.setdefault(output, target) is not target:
+            copies.append((written[output], target))
+    return written, copies
+
+
+def _copied(array: Array) -> Array:
+    """Returns a copy, as a view would keep all of onnxruntime's memory; large arrays as views."""
+    return array.copy() if array.nbytes <= _COPIED else array

@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 
 from ortops._common.arguments import choice, whole_number
-from ortops.engine.execution.split_step_graphs import cut, differentiated, next_values
+from ortops.engine.execution.split_step import cut, differentiated, next_values
 from ortops.engine.execution.step import Step
 from ortops.engine.lowering import (
     TRAINING_DOMAIN,
@@ -258,9 +258,8 @@ def flatten(
     shown = [name for name in dict.fromkeys((*wanted, *own)) if name == loss or name not in new]
     metadata = training_metadata(proto, entry)
     divisors = _counts(graph, metadata) if counts else []
-    graph.outputs.clear()
-    graph.outputs.extend(by_name[name] for name in dict.fromkeys((*shown, *updates.values())))
-    graph.outputs.extend(value for value in divisors if value not in graph.outputs)
+    kept = [by_name[name] for name in (*shown, *updates.values())]
+    graph.outputs[:] = list(dict.fromkeys((*kept, *divisors)))
     prune(graph)
     rates = _learning_rates(graph, metadata)
     variables = [n for n in dict.fromkeys((*bound, *rates, *constants)) if n in graph.initializers]
@@ -382,8 +381,7 @@ def evaluation_model(
     named = [part.name for part in parts] + [part.count for part in parts if part.count]
     found = {name: _array_named(name, shown) for name in tensors}
     kinds = {name: _kind(value) for name, value in found.items()}
-    graph.outputs.clear()
-    graph.outputs.extend(dict.fromkeys((*(values[name] for name in named), *found.values())))
+    graph.outputs[:] = list(dict.fromkeys((*(values[name] for name in named), *found.values())))
     prune(graph)  # removes readers of running statistics, which inference mode does not compute
     write_inference_mode(model)
     prune(graph)

@@ -1,30 +1,131 @@
-"""Updates of variables in place, in the graph that computes their gradients.
+"""Updates that are nodes of a graph: how they are added to it, and when they may run.
 
-A variable may be overwritten as soon as nobody reads its old value any more. onnxruntime runs nodes
-one after the other, in an order that it chooses, so the order has to follow from the graph: each
-node that reads the old value must be an ancestor of the node that writes the new one. A cotangent
-that is computed from a weight, for example, is no ancestor of the weight's update. It becomes one
-if a scalar of the update, such as the learning rate, is added to a zero that is computed from the
-size of the cotangent, which costs next to nothing.
+Small updates are part of the gradient graph, which saves a run. Two kinds of updates overwrite the
+present values:
+
+- Updates in the backward pass overwrite a variable as soon as nobody reads its old value any more.
+  onnxruntime runs nodes one after the other, in an order that it chooses, so the order has to
+  follow from the graph: each node that reads the old value must be an ancestor of the node that
+  writes the new one. A cotangent that is computed from a weight, for example, is no ancestor of the
+  weight's update. It becomes one if a scalar of the update, such as the learning rate, is added to
+  a zero that is computed from the size of the cotangent, which costs next to nothing.
+- Updates on a device run after the gradients. A node may not write to memory that it reads (WebGPU
+  forbids it), so each next value is computed in memory of its own, which is free again after the
+  copy.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import onnx_ir as ir
 
-from ortops.engine.execution.split_step_graphs import differentiated
+from ortops.engine.execution.packed import Packed
+from ortops.engine.execution.split_step import differentiated
 from ortops.engine.execution.step import Step
+from ortops.engine.execution.update_groups import is_scalar
 from ortops.errors import UnsupportedError
-from ortops.graph.edit import ELEMENTWISE, read_inputs
+from ortops.graph.edit import ELEMENTWISE, ancestor_nodes, read_inputs
+from ortops.graph.passes.scaled_sums import expand
 from ortops.graph.tensor import Names, Tape, op
+
+SlicesByName: TypeAlias = dict[str, tuple[Packed, int]]
+"""Inputs or outputs of a graph that hold a packed role: the packed update and the role's index."""
+
+REMOVES_COPIES = "EliminateIdentity"
+"""onnxruntime's optimizer that would remove the copies of `copy_last`."""
 
 _SIZED = (  # of what onnxruntime's kernel of Size takes
     *(ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64, ir.DataType.INT32),
     ir.DataType.BOOL,
 )
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
+
+def join_updates(
+    graph: ir.Graph, all_packed: Sequence[Packed], in_backward: bool
+) -> tuple[SlicesByName, SlicesByName]:
+    """Inserts the packed updates that are joined into the gradient graph.
+
+    Args:
+        graph: The gradient graph.
+        all_packed: All packed updates.
+        in_backward: Whether nodes are added for the scalars of an update, which may wait for others
+            (see `order_updates`).
+
+    Returns:
+        The inputs and the outputs of the graph that hold packed roles, in the same order.
+    """
+    new_inputs: SlicesByName = {}
+    new_outputs: SlicesByName = {}
+    joined = [packed for packed in all_packed if packed.joined]
+    if not joined:
+        return new_inputs, new_outputs
+    outputs = {value.name: value for value in graph.outputs}
+    values = {**{value.name: value for value in graph.inputs}, **outputs}
+    tape = Tape(graph, names=Names(graph))
+    apart = [packed.group for packed in all_packed if not packed.joined]
+    read_apart = {n for group in apart for role in group.roles for n in role.names}
+    read_apart |= {name for group in apart for name in group.scalars}
+    for packed in joined:
+        group = packed.group
+        rows = None if packed.rows == 1 else packed.rows
+        inputs = packed.inputs(f"{tape.names.unique('packed')}_", rows)
+        for index, role in enumerate(group.roles):
+            if role.updated:
+                graph.inputs.append(inputs[index])
+                new_inputs[inputs[index].name or ""] = (packed, index)
+            else:
+                inputs[index] = packed.pack(tape, [values[name] for name in role.names])
+        scalars = [outputs[name] for name in group.scalars]
+        own = [op.Identity(tape.tensor(v)).value if in_backward else v for v in scalars]
+        results = packed.emit(tape, [*inputs[: len(group.roles)], *own])
+        taken = {*scalars, *(values[n] for r in group.roles if not r.updated for n in r.names)}
+        kept = [v for v in graph.outputs if v not in taken or v.name in read_apart]
+        graph.outputs[:] = [*kept, *results]
+        for index, result in zip(group.next_values, results, strict=True):
+            new_outputs[result.name or ""] = (packed, index)
+    if in_backward:
+        expand(graph)
+    return new_inputs, new_outputs
+
+
+def copy_last(graph: ir.Graph, updates: Mapping[str, str]) -> set[str]:
+    """Adds copies of next values to a graph, so that they may overwrite the present ones.
+
+    A next value may do so if all nodes that read the present one are among those that compute it.
+    Scalars are left as they are.
+
+    Args:
+        graph: The graph that computes the next values; changed in place.
+        updates: The output that is the next value, by variable.
+
+    Returns:
+        The variables whose next values may overwrite the present ones in memory.
+    """
+    inputs = {value.name: value for value in graph.inputs}
+    outputs = {value.name: value for value in graph.outputs}
+    counts = collections.Counter(updates.values())
+    names = Names(graph)
+    result: set[str] = set()
+    for variable, output in updates.items():
+        value, present = outputs[output], inputs.get(variable)
+        if counts[output] > 1 or value.producer() is None or is_scalar(value):
+            continue
+        before = ancestor_nodes(value, set())
+        readers = [] if present is None else [reader for reader, _ in present.uses()]
+        if not before.issuperset(readers):
+            continue
+        value.name = names.unique(f"{output}.computed")
+        copy = ir.Node("", "Identity", [value], num_outputs=1, name=f"{variable}.overwritten")
+        copied = copy.outputs[0]
+        copied.name, copied.type, copied.shape = output, value.type, value.shape
+        graph.append(copy)
+        graph.outputs[list(graph.outputs).index(value)] = copied
+        result.add(variable)
+    return result
 
 
 def check_updates(step: Step) -> None:
