@@ -189,6 +189,7 @@ def test_weights_of_rows_are_those_of_one_process(weights: Any, accumulate: int)
     np.testing.assert_allclose(losses(histories[0]), losses(history), rtol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_accumulated_batches_are_exchanged_once() -> None:
     """However many make an update, it takes as many exchanges as one batch does."""
     model = build(classifier(), optimizer=SGD)
@@ -392,6 +393,7 @@ def test_statistics_are_averaged_by_rows(caplog: pytest.LogCaptureFixture) -> No
     assert message.endswith("so a step of 2 ranks differs from one of a single process")
 
 
+@pytest.mark.slow
 def test_a_rank_without_rows_gives_no_statistics() -> None:
     model = build(normalizing(), optimizer=SGD)
     data = labelled((1, 4, 4), rows=1)

@@ -285,6 +285,7 @@ def test_hostile_settings_are_refused_or_right(name: str, folder: Path) -> None:
     assert refused > len(FIELDS[name]) * 10 / ONE_IN
 
 
+@pytest.mark.slow
 @pytest.mark.optional("jinja2", "llm")
 @pytest.mark.optional("tokenizers", "llm")
 def test_templates_that_are_no_text(folder: Path) -> None:

@@ -305,6 +305,7 @@ def linear(features: int, outputs: int) -> Any:
 WHOLE: dict[str, Any] = {"epochs": 1500, "batch_size": 1000, "learning_rate": 0.05}
 
 
+@pytest.mark.slow
 @pytest.mark.sklearn
 def test_the_regressor_finds_scikit_learns_weighted_line() -> None:
     from sklearn.linear_model import LinearRegression

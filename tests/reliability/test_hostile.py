@@ -559,6 +559,7 @@ def trainable_of(**arrays: np.ndarray[Any, Any]) -> onnx.ModelProto:
 # ----------------------------------------------------------------------------------------- limits
 
 
+@pytest.mark.slow
 def test_limits_can_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     model = power(10, 3)
     monkeypatch.setattr(LIMITS, "inlined_nodes", 1000)
