@@ -295,6 +295,7 @@ def test_compiled_updates_say_what_they_leave(caplog: pytest.LogCaptureFixture) 
         np.testing.assert_allclose(session.state[name], other.state[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_step_graph_runs_without_ortops() -> None:
     model, batch = build(), batches(1)[0]
     session = TrainingSession(model)

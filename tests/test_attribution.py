@@ -179,6 +179,7 @@ def test_a_chosen_layer_is_that_of_captum(twin: Any) -> None:
         assert np.allclose(found, expected.detach().numpy(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.optional("captum", "export")
 def test_the_mean_over_noise_is_that_of_captum(twin: Any) -> None:

@@ -485,6 +485,7 @@ def test_products_have_a_speed() -> None:
 # ------------------------------------------------------------------------------------------ parts
 
 
+@pytest.mark.slow
 def test_a_start_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     works.write(SMALL["update"], str(tmp_path), ["Adam"])
     found = start.measure(str(tmp_path), ["numpy"], "Adam", starts=2, steps=1)

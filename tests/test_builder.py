@@ -347,6 +347,7 @@ NEWER_OPSETS = {23: "1.23", 24: "1.24", 25: "1.24", 26: "1.25"}
 """The first onnxruntime that runs an opset."""
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "opset",
     [

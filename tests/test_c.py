@@ -121,6 +121,7 @@ def test_it_keeps_moments_of_8_bits(program: Path, tmp_path: Path) -> None:
     assert all(len(np.unique(array)) > 50 for array in codes)
 
 
+@pytest.mark.slow
 def test_no_step_writes_the_same_file(program: Path, folder: Path) -> None:
     assert run(program, folder, steps=0) == []
     assert (folder / "out.onnx").read_bytes() == (folder / "model.onnx").read_bytes()
@@ -144,6 +145,7 @@ def data(**arrays: np.ndarray) -> Callable[[Path], object]:
     return lambda folder: write_safetensors(folder / "data.safetensors", given | arrays)
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "message"),

@@ -175,6 +175,7 @@ def test_restore_best_goes_back_to_the_end_of_the_best_epoch(kept: str, tmp_path
     assert_same_arrays(dict(TrainingSession(tmp_path / "end.onnx").state), dict(other.state))
 
 
+@pytest.mark.slow
 def test_the_name_of_a_file_tells_the_step_that_was_restored(tmp_path: Path) -> None:
     session, data, held = overfitting()
     end = Checkpoint(tmp_path / "{step}.onnx", keep=2)  # called before the best state is restored
@@ -201,6 +202,7 @@ def test_a_file_of_another_training_is_not_restored(tmp_path: Path) -> None:
         session.fit(data, epochs=9, validation=held, callbacks=[early, Replacing()], **QUIET)
 
 
+@pytest.mark.slow
 def test_the_file_of_another_run_of_the_same_model_is_not_restored(tmp_path: Path) -> None:
     file = tmp_path / "best.onnx"
     session, data, held = overfitting()
@@ -233,6 +235,7 @@ def test_each_fit_begins_anew() -> None:
     assert stopped_after(callback, "loss", [4, 3, 2])[0] == 0
 
 
+@pytest.mark.slow
 def test_more_epochs_than_early_stopping_has_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -342,6 +345,7 @@ def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_checkpoint_saves_after_each_epoch(tmp_path: Path) -> None:
     session = classifying()
     path = tmp_path / "{epoch:02d}.onnx"
@@ -627,6 +631,7 @@ def test_json_lines_have_steps_and_epochs(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines if line["event"] == "epoch"] == history.columns["loss"]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("every", "accumulate", "batches", "lines"),
     [

@@ -136,6 +136,7 @@ def energy_slope(a: Any, b: Any) -> Any:
     return 2 * np.outer(a @ b, b)
 
 
+@pytest.mark.slow
 @pytest.mark.optional("casadi", "casadi")
 def test_a_dynamic_batch_is_bound_in_casadi(ca: Any, tmp_path: Path) -> None:
     model = lenet.lenet()

@@ -121,6 +121,7 @@ def test_predict_takes_rows_of_a_fixed_batch_in_its_batches(folder, batch):
     np.testing.assert_allclose(np.load("found.npz")["probabilities"], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_weights_of_rows_and_classes(folder, capsys):
     stored = dict(np.load("train.npz"))
     table = np.array([3.0, 1.0, 0.5], np.float32)
@@ -318,6 +319,7 @@ def test_classes_of_folders_are_those_of_image_folder(pictures, capsys):
     assert "subfolder 'other' is not in the classes of the model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.optional("PIL", "images")
 def test_images_read_batch_by_batch_train_the_same_model(pictures, monkeypatch, capsys):
     arguments = ["train", "tint.onnx", "--data", "photos", "--loss", "SoftmaxCrossEntropy"]
@@ -524,6 +526,7 @@ def test_limits_of_a_training(folder):
     assert ortops.TrainingSession("trained.onnx").steps_done == 6
 
 
+@pytest.mark.slow
 def test_metrics_of_training(folder, capsys):
     more = ["--metrics", "accuracy", "--train-metrics", "--log", "log.csv"]
     assert train(*more, "--save", "trained.onnx") == 0
@@ -589,6 +592,7 @@ def test_resume_trains_a_trained_file_where_there_is_nothing_to_resume(folder, c
     assert ortops.TrainingSession("twice.onnx").steps_done == 2 * 4
 
 
+@pytest.mark.slow
 def test_resume_prolongs_a_training_by_more_epochs(folder, capsys, caplog):
     for schedule in ([], ["--learning-rate", "cosine(0.01)"]):
         save = ["--save", "prolonged.onnx", "--log", "log.csv", *schedule]
@@ -1080,6 +1084,7 @@ def test_closed_full_and_narrow_streams(folder, script, status, told):
         onnx.checker.check_model("x.onnx")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="descriptors are POSIX's")
 def test_messages_do_not_go_where_data_go(folder):
     script = f"{COMMAND} predict model.onnx --data train.csv --columns points=x,y --output - 2>&-"

@@ -122,7 +122,7 @@ def test_parameters_of_16_bits_and_their_masters(kind: int, way: str) -> None:
     assert {"w", "w.master", "w.ema", "w.V", "w.H"} <= set(session.compiled)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_groups_schedule_clipping_decay_and_averages(way: str) -> None:
     model = build(
@@ -285,7 +285,7 @@ def test_files_and_resuming(way: str, tmp_path: Path) -> None:
         assert each.compiled
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_several_algorithms(way: str) -> None:
     model = build(classifier(), optimizers.Adam(0.01), trainable=["w1", "b1"])

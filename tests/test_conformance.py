@@ -417,6 +417,7 @@ def arrays(values: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], b
     return {k: (str(a.dtype), a.shape, a.tobytes()) for k, a in values.items()}
 
 
+@pytest.mark.slow
 def test_files_hold_what_the_cases_are(tmp_path: Path) -> None:
     write(cases(), tmp_path / "a")
     found = {case.name: case for case in read(tmp_path / "a")}
@@ -442,6 +443,7 @@ def test_files_hold_what_the_cases_are(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in files) < 5_000_000
 
 
+@pytest.mark.slow
 def test_the_runner_of_onnx_runs_the_files(tmp_path: Path) -> None:
     write(cases(), tmp_path / "training")
     tests = FolderTest(CompleteReference, tmp_path / "training", __name__).exclude("_cuda")

@@ -405,7 +405,7 @@ def test_inputs_and_outputs_are_the_models_own_and_then_the_new_ones() -> None:
             assert {v.type.tensor_type.elem_type for v in graph.output} == {1}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [3, True])
 def test_several_seeds_are_as_many_runs(seeds: int | bool) -> None:
     model = layer()

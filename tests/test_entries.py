@@ -250,6 +250,7 @@ def test_run_steps_gradients_and_apply_of_an_entry() -> None:
         one.gradients(batches[0])
 
 
+@pytest.mark.slow
 def test_evaluate_of_an_entry() -> None:
     session = TrainingSession(gan(8))
     batch = points(seed=3)
@@ -285,7 +286,7 @@ def test_learning_rates() -> None:
         session.learning_rates["second"] = -1
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_a_saved_session_goes_on_bit_for_bit(width: int, tmp_path: Path) -> None:
     session = TrainingSession(gan(width))
@@ -299,6 +300,7 @@ def test_a_saved_session_goes_on_bit_for_bit(width: int, tmp_path: Path) -> None
     assert_same_arrays(dict(session.state), dict(again.state))
 
 
+@pytest.mark.slow
 def test_an_entry_that_is_not_opened_keeps_its_state(tmp_path: Path) -> None:
     session = TrainingSession(gan(8))
     session.step(points())
@@ -315,6 +317,7 @@ def test_an_entry_that_is_not_opened_keeps_its_state(tmp_path: Path) -> None:
         only.step(points(), entry="discriminator")
 
 
+@pytest.mark.slow
 def test_reset_resets_all_entries() -> None:
     session = TrainingSession(gan(8))
     start = dict(session.state)
@@ -415,6 +418,7 @@ def test_running_statistics_are_updated_by_one_entry(mode: Any) -> None:
     assert_same_arrays({name: session.state[name] for name in statistics}, after)
 
 
+@pytest.mark.slow
 def test_the_mode_of_an_entry_decides_what_it_normalizes_by() -> None:
     batch = {"x": rows()["x"] * 3 + 1, "targets": rows()["targets"]}
     losses = {
@@ -510,7 +514,7 @@ def test_validation_with_turns() -> None:
     assert 0 <= entry["validation_accuracy"] <= 1
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 2, 4, 6])
 def test_turns_are_resumed_bit_for_bit(stop: int, tmp_path: Path) -> None:
     class Stop(ortops.callbacks.Callback):
@@ -737,6 +741,7 @@ def test_schedules_whose_length_fit_sets() -> None:
 # --------------------------------------------------------------------------------- command line
 
 
+@pytest.mark.slow
 def test_the_command_line_shows_and_trains_all_entries(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,6 +157,7 @@ def test_a_driver_trains_as_the_training_session_does(
         np.testing.assert_allclose(found[name], array, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_what_a_driver_saved_goes_on_bit_for_bit(tmp_path: Path) -> None:
     export_step(trainable(), tmp_path)
     driver = Driver(tmp_path)
@@ -247,6 +248,7 @@ def test_equal_nodes_are_one_but_not_where_they_draw_numbers() -> None:
     np.testing.assert_array_equal(y[8:], [0, 2, -1, 0])
 
 
+@pytest.mark.slow
 def test_step_json_says_what_is_what(tmp_path: Path) -> None:
     export_step(trainable(ema_decay=0.9), tmp_path)
     about = json.loads((tmp_path / "step.json").read_text())
@@ -278,6 +280,7 @@ def test_step_json_says_what_is_what(tmp_path: Path) -> None:
     assert about["variables"]["learning_rate"]["next"] is None
 
 
+@pytest.mark.slow
 def test_a_half_has_its_master(tmp_path: Path) -> None:
     model = MODELS["classifier"][0]()
     for tensor in model.graph.initializer:
@@ -304,6 +307,7 @@ def test_how_far_a_fit_is_stays_out_of_it(tmp_path: Path) -> None:
     assert "ortops.training" in [note.key for note in kept]
 
 
+@pytest.mark.slow
 def test_the_model_is_not_changed_and_files_are_those_of_its_path(tmp_path: Path) -> None:
     model = trainable()
     before = model.SerializeToString(deterministic=True)
@@ -388,6 +392,7 @@ def test_places_of_the_runtime_are_checked(tmp_path: Path) -> None:
     assert not (tmp_path / "page").exists()
 
 
+@pytest.mark.slow
 def test_the_model_is_not_replaced_by_what_is_exported(tmp_path: Path) -> None:
     onnx.save(trainable(), tmp_path / "model.onnx")
     before = kept(tmp_path)

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import onnxruntime
+import pytest
 from violations import all_violations
 
 import ortops
@@ -66,6 +67,7 @@ def results(
     )
 
 
+@pytest.mark.slow
 def test_products_with_vectors() -> None:
     y = np.tanh(W @ X)
     slope = 1 - y * y

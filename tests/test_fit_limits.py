@@ -374,6 +374,7 @@ def test_a_callback_that_stops_where_the_limit_is() -> None:
     assert session.steps_done == 2
 
 
+@pytest.mark.slow
 def test_best_model_also_of_a_part(tmp_path: Path) -> None:
     session = TrainingSession(model())
     best = BestModel(tmp_path / "best.onnx")
@@ -424,6 +425,7 @@ class Clock:
         return self.minutes * 60.0
 
 
+@pytest.mark.slow
 def test_time_ends_training_within_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "time", Clock())
     session, expected = TrainingSession(model()), TrainingSession(model())
@@ -447,7 +449,7 @@ def test_enough_time_changes_nothing() -> None:
 # -------------------------------------------------------------------------------- together
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [

@@ -668,6 +668,7 @@ def test_what_no_session_would_open_is_not_written(tmp_path: Path) -> None:
     session.save(tmp_path / "a.onnx")
 
 
+@pytest.mark.slow
 def test_a_file_has_entries_as_they_are_when_it_is_saved(tmp_path: Path) -> None:
     """Each entry is made text once, and again if a callback has changed it."""
 

@@ -41,7 +41,7 @@ CHANGES: dict[str, Callable[[Any], onnx.ModelProto]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("relative", [False, True])
 def test_changed_models_know_their_folder(

@@ -258,6 +258,7 @@ def test_control_flow() -> None:
         assert np.allclose(tangent, times * x ** (times - 1))
 
 
+@pytest.mark.slow
 def test_shapes_get_sessions_of_their_own_where_that_is_faster() -> None:
     f = Function(lenet.lenet())
     x = RNG.normal(size=(3, 1, 8, 8)).astype(np.float32)

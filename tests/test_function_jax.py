@@ -140,6 +140,7 @@ def test_vmap_of_linear_parts_is_transposed(jax: Any, f: Function) -> None:
     check_grads(jax.jit(norm), (X,), modes=("fwd", "rev"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_vmap_over_weights_and_over_nothing(jax: Any, scalar: Function) -> None:
     g = scalar.jax()
@@ -201,6 +202,7 @@ def test_jax_trains_a_model_between_layers_of_its_own(jax: Any) -> None:
     assert parameters["net"][kernel].shape == f.parameters[kernel].shape
 
 
+@pytest.mark.slow
 def test_integer_inputs_and_outputs(jax: Any) -> None:
     g = Function(onnx.parser.parse_model(LOOKUP)).jax()
     ids, x = np.array([2, 0]), np.float32([[1, 1], [2, 2]])
@@ -254,6 +256,7 @@ QUANTIZED = """<ir_version: 10, opset_import: ["": 21]> f (float[n, 2] x) => (fl
 }"""
 
 
+@pytest.mark.slow
 def test_quantized_models_have_the_derivatives_of_the_function(jax: Any) -> None:
     f = Function(onnx.parser.parse_model(QUANTIZED))
     x = np.float32([[0.6, 0.4], [1.1, -0.2]])

@@ -119,6 +119,7 @@ def test_weights_as_inputs(gradient: Any, scalar: Function) -> None:
     gradient.verify_grad(changed, [X], rng=rng())
 
 
+@pytest.mark.slow
 def test_the_default_mode_compiles_without_warnings(
     pytensor: Any, pt: Any, scalar: Function
 ) -> None:

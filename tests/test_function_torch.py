@@ -424,6 +424,7 @@ def test_control_flow() -> None:
     assert torch.autograd.grad(slope.sum(), x)[0].tolist() == [6, 12, 18]
 
 
+@pytest.mark.slow
 def test_dropout_in_training_mode() -> None:
     module = Function(onnx.parser.parse_model(MASKED)).torch()
     x = torch.ones(1000, requires_grad=True)
@@ -617,6 +618,7 @@ def test_outputs_that_are_no_tensors() -> None:
         Function(onnx.parser.parse_model(text)).torch()
 
 
+@pytest.mark.slow
 def test_torch_compile_breaks_the_graph_around_it(x: Tensor) -> None:
     module = Function(network()).torch()
     net = nn.Sequential(nn.Linear(3, 3), module, nn.Linear(2, 1)).double()

@@ -179,7 +179,7 @@ def test_of_16_bits_with_batch_normalization(way: str) -> None:
     assert_step_is_apply_of_gradients(build(half(normalizing())), batches, way)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["joined", "apart"])
 def test_of_float64_and_of_gradients_of_gradients(way: str) -> None:
     batches = [affine_batch(seed=seed, dtype=np.float64) for seed in range(STEPS)]
@@ -705,6 +705,7 @@ LOSSES_OF_SUMS: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("how", ["after", "plus", "sum", "left"])
 @pytest.mark.parametrize("loss", LOSSES_OF_SUMS)
 def test_a_sum_is_that_of_the_joined_batch(loss: str, how: str) -> None:

@@ -53,7 +53,8 @@ COUNTING = {"Adafactor", "Muon", "Adam8bit", "LAMB"}
 """Rules in which an element depends on the shape of the weight, or is rounded with others."""
 
 
-@pytest.mark.parametrize("ema", [pytest.param(None, marks=pytest.mark.slow), 0.9])
+@pytest.mark.quick(10)
+@pytest.mark.parametrize("ema", [None, 0.9])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_infinite_entries_stay(optimizer: str, ema: float | None) -> None:
     if ema and OPTIMIZERS[optimizer]().average:

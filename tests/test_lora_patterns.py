@@ -105,7 +105,7 @@ LAYER = "a" * 60
 RUN = "import sys; from ortops import lora; lora.from_peft(sys.argv[1], sys.argv[2])"
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["rank_pattern", "alpha_pattern"])
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", "(a|aa)*b", "(.*)*b", "a*" * 30 + "b"])
 def test_patterns_of_exponential_time(pattern: str, setting: str, tmp_path: Path) -> None:

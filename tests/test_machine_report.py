@@ -128,6 +128,7 @@ def test_what_was_measured_with_these_versions_is_not_measured_again(tmp_path: P
     assert [row[-1] for row in rows] == ["onnxruntime-gpu 1.31.1", "onnxruntime-gpu 1.32.0"]
 
 
+@pytest.mark.slow
 def test_another_machine_has_tables_of_its_own(tmp_path: Path) -> None:
     run(tmp_path, 100_000, start=Double())
     other = {**MACHINE, "card": "", "torch": "cpu", "providers": [CPU]}
@@ -331,7 +332,7 @@ def test_the_cpu_agrees_with_itself(model: str, dtype: str) -> None:
     assert found["nodes"] == sum(found["on_cpu"].values()) > 20
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("joined", [0, 2**18], ids=["in place", "one run"])
 def test_a_device_with_memory_of_its_own_agrees(joined: int) -> None:
     """The CPU's memory, treated as that of a device."""

@@ -228,6 +228,7 @@ def test_predictions_are_suppressed(form: str, axis: int) -> None:
     np.testing.assert_allclose(metric.per_class(), expected.per_class())
 
 
+@pytest.mark.slow
 def test_in_a_session_it_reads_what_the_loss_reads() -> None:
     """Predictions that equal the objects: one point each, and the format is that of the loss."""
     rng = np.random.default_rng(2)

@@ -77,6 +77,7 @@ def test_a_metric_has_a_number_for_each_head_that_it_fits(heads: tuple[str, ...]
     assert found == pytest.approx({f"accuracy_{n}": RIGHT[n] for n in heads if n in RIGHT})
 
 
+@pytest.mark.slow
 def test_one_head_that_fits_has_the_bare_name() -> None:
     found = measured("number", "a", metrics=["acc", "mse"])
     assert found == pytest.approx({"acc": RIGHT["a"], "mse": SQUARES["number"]}, rel=1e-4)

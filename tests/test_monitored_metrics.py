@@ -75,8 +75,9 @@ CALLBACKS: dict[str, Callable[..., Callback]] = {
 def directions(metrics: Any) -> dict[str, Any]:
     """Returns the directions of metrics that fit tells callbacks."""
     found: dict[str, Any] = {}
+    session = line.session()
     for metric in metrics:
-        found |= line.session().directions(resolve([metric]))
+        found |= session.directions(resolve([metric]))
     return {f"validation_{name}": more for name, more in found.items()}
 
 

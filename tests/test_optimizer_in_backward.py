@@ -233,6 +233,7 @@ def test_small_models_are_updated_as_before() -> None:
     trained.gradients(batches(1)[0])
 
 
+@pytest.mark.slow
 def test_two_buffers_are_used_in_turn() -> None:
     """Lion reads its old mean after the new one could be there."""
     model = build("Lion")
@@ -246,6 +247,7 @@ def test_two_buffers_are_used_in_turn() -> None:
     assert_equal(ordinary, early)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_says_that_variables_are_between_two_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -331,6 +333,7 @@ def test_the_rest_may_be_compiled() -> None:
     assert_equal(ordinary, early)
 
 
+@pytest.mark.slow
 def test_fit_trains() -> None:
     data = {name: np.concatenate([b[name] for b in batches(4)]) for name in ("x", "targets")}
     sessions = [session(build(), optimizer_in_backward=e) for e in (False, True)]

@@ -357,6 +357,7 @@ def test_numbers_next_to_columns() -> None:
     assert [1, 1] not in [each for pair in sums for each in pair]
 
 
+@pytest.mark.slow
 def test_rematerialization() -> None:
     case = attention("", "")
     again = Settings(passes=(Rematerialization("sqrt"), *passes_for("session")))

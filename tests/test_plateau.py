@@ -171,6 +171,7 @@ def test_the_rest_of_a_schedule_is_scaled() -> None:
     assert history.columns["learning_rate"] == pytest.approx([0.4, 0.2, 0.01])
 
 
+@pytest.mark.slow
 def test_ranks_reduce_together() -> None:
     """They refuse to go on with different learning rates."""
     plain = build_training_model(classifier(), loss="SoftmaxCrossEntropy", optimizer=Adam(0.3))

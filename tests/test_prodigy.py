@@ -127,6 +127,7 @@ def test_one_array_follows_the_paper(name: str) -> None:
     np.testing.assert_allclose(bias, wanted["b"], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_given_and_several_steps_are_the_same(tmp_path: Path) -> None:
     first, second, third = (session(Prodigy(**COMMON)) for _ in range(3))
     for batch in BATCHES[:4]:

@@ -232,6 +232,7 @@ def test_what_may_be_overwritten() -> None:
     assert [float(array.flat[0]) for array in found] == expected
 
 
+@pytest.mark.slow
 def test_graphs_for_a_device_have_no_forms_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[ir.Model] = []
     open_ = Sessions.open

@@ -107,6 +107,7 @@ def test_a_transformer_keeps_what_is_normalized() -> None:
     assert all(bool(group.reason) == (group.prunable < group.channels) for group in groups)
 
 
+@pytest.mark.slow
 @pytest.mark.fetched(CLASSIFIER)
 def test_the_classifier_of_an_ocr() -> None:
     check(onnx.load(CLASSIFIER), {"x": floats(2, 3, 48, 192)}, ratio=0.3)

@@ -96,6 +96,7 @@ def test_numbers_stay_the_same(name: str, chosen: Any) -> None:
     same(*made(name), chosen)
 
 
+@pytest.mark.slow
 def test_names() -> None:
     model, batch = made("transformer")
     same(model, batch, ["encoder.layers.1/Add_1_output", "encoder.layers.3/Add_output"])
@@ -216,6 +217,7 @@ def test_only_checkpoints_and_what_follows_the_last_is_kept(tmp_path: Path) -> N
     assert not {f"fc{layer}/Gemm_output" for layer in range(1, 7)} & names
 
 
+@pytest.mark.slow
 def test_the_number_that_is_kept_falls_with_checkpoints(tmp_path: Path) -> None:
     everything, one, four = (
         len(kept(deep(32), chosen, images(5, 6), tmp_path / "step.onnx")) for chosen in (1000, 1, 4)

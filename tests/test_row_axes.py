@@ -266,7 +266,7 @@ ONE_WITH_ROWS = ONE.replace("float[T] y", "float[1,T,1] y").replace(
 )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [ONE, ONE_WITH_ROWS, ONE.replace("[T] y", "[Reshapey_dim_0] y")])
 def test_a_model_of_one_row_reads_the_time_whole(text: str, tmp_path: Path) -> None:
     """Axis 0 is the batch, also where only the time has a symbol: 300 are more than a batch."""

@@ -244,6 +244,7 @@ def test_a_voice_detector_hears_noise_as_voice(name: str) -> None:
     assert not any("forward_basis" in name for name in moved)
 
 
+@pytest.mark.slow
 @pytest.mark.fetched(FOLDER / "silero_vad_16k_sequence.onnx")
 def test_a_voice_detector_of_sequences() -> None:
     model = onnx.load(FOLDER / "silero_vad_16k_sequence.onnx")
@@ -325,7 +326,7 @@ def test_probabilities_of_scikit_learn_are_not_squashed_twice(name: str, classes
 
 
 @pytest.mark.nightly(5)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.sklearn
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ FAILURES = {  # of the tool: what it was doing, and the steps in the checkpoint
 }
 
 
+@pytest.mark.slow
 def test_errors_of_a_tool_are_named_after_checkpoints(
     wandb_runs: list[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_dropout_is_active() -> None:
     assert_same_arrays(dict(session.state), dict(plain.state))
 
 
+@pytest.mark.slow
 def test_statistics_of_the_batch() -> None:
     rows = labelled((1, 4, 4), rows=ROWS)
     data, plain = cut(rows), TrainingSession(build(normalizing()))

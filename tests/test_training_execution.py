@@ -497,6 +497,7 @@ def test_threads_wait_actively_for_as_long_as_settings_say(
         assert set(found) == {"" if asked else expected}
 
 
+@pytest.mark.slow
 def test_how_threads_wait_changes_no_bit() -> None:
     work = works.WORKS["LSTM 64→128, sequence 50, batch 32"]
     batches = work.batches()[:3]

@@ -763,6 +763,7 @@ def test_evaluates_with_present_weights() -> None:
 # ------------------------------------------------------------------------------------- threads
 
 
+@pytest.mark.slow
 def test_two_sessions_in_two_threads() -> None:
     batches = [images(seed) for seed in range(15)]
     expected = normalizing_session(kernels="python")

@@ -64,6 +64,7 @@ def test_batches_of_changing_size(spy: Spy, optimizer: Any) -> None:
         np.testing.assert_allclose(ours.state[name], value, rtol=0, atol=2e-3, err_msg=name)
 
 
+@pytest.mark.slow
 def test_state_set_between_shapes_counts_for_all() -> None:
     session = TrainingSession(trainable(SGD(0.0)))
     first = float(session.step(batch(4))["loss"])
@@ -82,6 +83,7 @@ def test_several_steps_in_one_call() -> None:
     np.testing.assert_allclose(several.run_steps(batches), losses, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_no_optimization_is_needed() -> None:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -92,6 +94,7 @@ def test_no_optimization_is_needed() -> None:
         assert pair[0] == pytest.approx(pair[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_python_kernels(spy: Spy) -> None:
     settings = spy.watching(Settings())
     ours = TrainingSession(trainable(Momentum(0.1)), kernels="python", settings=settings)
@@ -114,6 +117,7 @@ def test_other_models_are_lowered_once(spy: Spy) -> None:
     assert spy.rows("images") == [None]
 
 
+@pytest.mark.slow
 def test_providers_may_have_options(spy: Spy) -> None:
     given = ("CPUExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})
     settings = spy.watching(Settings())

@@ -179,7 +179,7 @@ def check(
 
 
 @pytest.mark.nightly(27)
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("key", CASES, ids=lambda key: key[1])
 def test_an_operator_is_mapped(key: tuple[str, str]) -> None:
     checked = 0

@@ -187,6 +187,7 @@ def test_gradients_and_several_steps() -> None:
     assert_close(device.state, cpu.state)
 
 
+@pytest.mark.slow
 def test_resume_is_exact(tmp_path: Path) -> None:
     schedule = schedules.warmup_cosine(0.05, steps=20, warmup=5)
     model = built(classifier(dropout=0.5), optimizer=optimizers.AdamW(schedule))
@@ -344,6 +345,7 @@ def test_kernels_in_python_are_refused() -> None:
         TrainingSession(built(), kernels="python", providers=["webgpu"])
 
 
+@pytest.mark.slow
 def test_several_algorithms_of_a_file() -> None:
     """The second one reads what the first one trains."""
     device, cpu = pair(two_heads())

@@ -563,6 +563,7 @@ def unreadable_tensors() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore::UserWarning")  # such tensors are beta or deprecated
 def test_tensors_of_torch_that_cannot_be_read(tmp_path: Path) -> None:

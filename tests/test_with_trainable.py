@@ -134,6 +134,7 @@ def test_what_the_file_does_not_describe_is_given_again() -> None:
     assert other.learning_rate == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_built_again() -> None:
     model = session_of().model()
     for entry in model.metadata_props:

@@ -28,7 +28,7 @@ USES = ("made", "stepped", "repeated", "fitted", "cut", "evaluated", "saved")
 
 
 @pytest.mark.nightly(12)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("used", USES)
 @pytest.mark.parametrize("victim", KINDS)
 @pytest.mark.usefixtures("no_collector")

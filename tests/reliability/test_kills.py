@@ -167,7 +167,7 @@ def test_a_killed_tuning_goes_on(tune: Tune, tmp_path: Path) -> None:
     kinds = different(killed)
     assert tune.what_is_wrong_after(kinds, "--resume") == []
     # Behind the first save, a new training has only to replace what it finds.
-    kinds = different(killed[: first_save + 1])
+    kinds = chosen(killed[: first_save + 1])
     assert tune.what_is_wrong_after(kinds) == []
 
 
@@ -221,6 +221,7 @@ def test_a_killed_merge_can_be_repeated(tune: Tune, tmp_path: Path) -> None:
         assert contents(tune.saved) == expected, operation
 
 
+@pytest.mark.slow
 def test_only_the_first_save_can_be_unfinished(tune: Tune, tmp_path: Path) -> None:
     """Behind it, the state of the last save goes with all files that another one writes."""
     tuning = FineTuning(tmp_path / "base", 1, targets=["*o_proj*"])
@@ -417,6 +418,7 @@ def aged(folder: Path) -> None:
         os.utime(file, (1e9, 1e9))
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("older", [False, True], ids=["the first", "over an older one"])
 @pytest.mark.parametrize(("name", "every"), EACH)
 def test_a_killed_writer_leaves_old_or_new_files(
@@ -448,6 +450,7 @@ def test_a_killed_writer_leaves_old_or_new_files(
     assert wrong == []
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("older", [False, True], ids=["the first", "over an older one"])
 @pytest.mark.parametrize(("name", "every"), EACH)
 def test_a_full_disk_leaves_all_old_files(
@@ -531,7 +534,7 @@ def test_links_in_folders_are_replaced_and_those_of_users_followed(
     assert contents(tmp_path / "outside").keys() >= {file.name for file in before}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("kind", ["one file", "below", "several files"])
 def test_links_in_a_tuned_folder_are_replaced(kind: str, merged: bool, tmp_path: Path) -> None:
