@@ -299,7 +299,7 @@ def test_addresses_of_pages_run_no_code(page: Path, elsewhere: ThreadingHTTPServ
     assert [page for page, text in report["refused"].items() if not text.startswith(said)] == []
     for page_and_address, text in report["opened"].items():
         first = page_and_address.startswith("index.html")
-        expected = "24 training rows, 6 test rows, " if first else "Runs on WebAssembly. "
+        expected = "24 training rows, 6 test rows, " if first else "Runs on the CPU (WebAssembly). "
         assert text.startswith(expected), page_and_address
     assert report["escapes"] == {"index.html": [], "classifier.html": []}
     assert report["messages"] == [
@@ -319,7 +319,7 @@ def test_the_export_can_name_another_place(page: Path, elsewhere: ThreadingHTTPS
     report, _ = run_page(page, f"test.html?other={elsewhere.server_port}")
     assert "/ort/ort.wasm.min.mjs" in elsewhere.asked  # type: ignore[attr-defined]
     assert report["opened"]["index.html"].startswith("24 training rows, 6 test rows, ")
-    assert report["opened"]["classifier.html"].startswith("Runs on WebAssembly. ")
+    assert report["opened"]["classifier.html"].startswith("Runs on the CPU (WebAssembly). ")
     trusted = {f"{place[:-3]}evil.mjs"}  # which a script of the page itself named
     assert set(report["ran"]) <= trusted
 

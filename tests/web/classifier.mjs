@@ -26,7 +26,7 @@ try {
   const page = frame.contentDocument;
   const get = (id) => page.getElementById(id);
   const text = (id) => get(id).textContent;
-  const isError = () => get("status").hasAttribute("data-error");
+  const isError = () => get("status").dataset.kind === "error";
   if (isError()) throw new Error(text("status"));
   const found = { opened: text("status"), model: text("model-name"), summary: text("summary") };
 
