@@ -527,7 +527,7 @@ async function start() {
   find("provider").onchange = shown(() => openStep({ keep: true }));
   for (const id of PREPROCESSING) {
     find(id).onchange = shown(async () => {
-      if (await useSettings()) say(`Preprocessing: ${find("summary").textContent}.`);
+      if (await useSettings()) say(`Settings: ${find("summary").textContent}.`);
       await guess();
     });
   }

@@ -20,6 +20,8 @@ try {
     return [status.textContent, epochs.getAttribute("aria-invalid")].join("; ");
   });
   epochs.value = 3;
+  const next = () => [".state", ".primary"].map((chosen) => [...page.querySelectorAll(chosen)].map((each) => each.textContent).join(", "));
+  const steps = [page.querySelector("h1").textContent, page.getElementById("save").disabled, ...next()];
   const curve = page.getElementById("curve");
   const names = [curve.getAttribute("aria-label")];
   page.getElementById("train").click();
@@ -72,6 +74,8 @@ try {
     steps: Number(text("steps")), accuracy: Number.parseFloat(text("accuracy")) / 100,
     milliseconds: Number.parseFloat(text("time")), guess: text("guess"), status: text("status"),
     isolated: globalThis.crossOriginIsolated, refused, refusedEpochs, names, longestFrame,
+    start: steps, next: next(), verdict: text("verdict"),
+    table: [...page.querySelectorAll("tbody tr")].map((row) => [...row.querySelectorAll("td")].map((cell) => Number(cell.textContent))),
   };
 
   // By keyboard: a vertical stroke.
