@@ -179,6 +179,17 @@ def test_the_page_trains_as_python_does(trained: Trained) -> None:
     assert report["steps"] == len(trained.losses)
     assert report["isolated"]
     assert report["accuracy"] == pytest.approx(trained.evaluation["accuracy"], abs=0.004)
+    title, *start = report["start"]
+    assert title == "Train a model: images (1\u00a0×\u00a08\u00a0×\u00a08) → logits"
+    assert start == [True, "Done, Now, Waits for step 2", "Train"]
+    assert report["next"] == ["Done, Done, Done", "Download model (.onnx)"]
+    table = np.array(report["table"])
+    assert report["verdict"] == (
+        f"{100 * report['accuracy']:.1f} % are right: {np.trace(table)} of 360 test rows."
+    )
+    test = digits.load().test.labels
+    np.testing.assert_array_equal(table.sum(axis=1), np.bincount(test))  # rows are true classes
+    assert np.trace(table) / table.sum() == pytest.approx(report["accuracy"], abs=1e-3)
     assert report["guess"] == "That is 0."  # a ring was drawn
     assert report["refused"] == [
         "learning rate must be a finite number >= 0, but the field is empty",
@@ -299,7 +310,7 @@ def test_addresses_of_pages_run_no_code(page: Path, elsewhere: ThreadingHTTPServ
     assert [page for page, text in report["refused"].items() if not text.startswith(said)] == []
     for page_and_address, text in report["opened"].items():
         first = page_and_address.startswith("index.html")
-        expected = "24 training rows, 6 test rows, " if first else "Runs on WebAssembly. "
+        expected = "24 training rows, 6 test rows, " if first else "Runs on the CPU (WebAssembly). "
         assert text.startswith(expected), page_and_address
     assert report["escapes"] == {"index.html": [], "classifier.html": []}
     assert report["messages"] == [
@@ -319,7 +330,7 @@ def test_the_export_can_name_another_place(page: Path, elsewhere: ThreadingHTTPS
     report, _ = run_page(page, f"test.html?other={elsewhere.server_port}")
     assert "/ort/ort.wasm.min.mjs" in elsewhere.asked  # type: ignore[attr-defined]
     assert report["opened"]["index.html"].startswith("24 training rows, 6 test rows, ")
-    assert report["opened"]["classifier.html"].startswith("Runs on WebAssembly. ")
+    assert report["opened"]["classifier.html"].startswith("Runs on the CPU (WebAssembly). ")
     trusted = {f"{place[:-3]}evil.mjs"}  # which a script of the page itself named
     assert set(report["ran"]) <= trusted
 
@@ -360,17 +371,37 @@ def test_the_second_page_trains_a_classifier_on_images(target: Any, tmp_path: Pa
         float(session.step({name: array[at : at + 8] for name, array in train.items()})["loss"])
         for at in (0, 8, 16) * 2
     ]
-    accuracy = session.evaluate(colors([4, 9]), metrics="accuracy")["accuracy"]
+    apart = colors([4, 9])
+    apart["images"][4] = colors([11])["images"][0]  # red among the blue ones
+    accuracy = session.evaluate(apart, metrics="accuracy")["accuracy"]
     trained = Trained(tmp_path, losses, session, {})
     (guess,) = session.predict({"images": colors([3])["images"][1:2]})["logits"].argmax(1)
+    guesses = session.predict({"images": apart["images"]})["logits"].argmax(1)
+    pairs = list(zip(apart["labels"], guesses, strict=True))
 
     folder = page_of(tmp_path, "classifier.mjs")
     options = SWIFTSHADER if target else ()
     report, posted = run_page(folder, "test.html?ordered", *options, seconds=480)
-    name = "WebGPU" if target else "WebAssembly"
+    name = "the graphics card (WebGPU)" if target else "the CPU (WebAssembly)"
     assert report["opened"] == f"Runs on {name}. Add images of each class."
     assert report["model"] == "The folder of this page: 3 classes, images of 8 × 8, color."
-    assert report["summary"] == "8 × 8, channels first, 0 to 1"
+    assert report["summary"] == f"{name}, 8 × 8, channels first, 0 to 1"
+    assert report["fallback"] is None
+    assert report["next"] == {
+        "start": ["Done, Now, Waits for step 2, Waits for step 2", "Choose a folder of classes"],
+        "images": ["Done, Done, Now, Waits for step 3", "Train"],
+        "running": ["Done, Done, Running, Waits for step 3", "Stop"],
+        "trained": ["Done, Done, Done, Done", "Download model (.onnx)"],
+        "changed": ["Done, Done, Now, Done", "Train more"],
+    }
+    assert report["rows"] == [2, 3]  # a third one when the second is filled
+    disabled, enabled = [True, True], [False, False]
+    assert report["downloads"] == [  # and whether a reload would lose the training
+        *([*disabled, False], [*enabled, True], [*enabled, False], [*disabled, False])
+    ]
+    assert report["drawn"] == ["The loss of each step appears here."]
+    assert report["width"] <= 390
+    assert report["trainAt"] < 2 * 844
     assert report["refused"] == [
         "add images to at least 2 classes, got 0",
         "std must be numbers > 0, for all channels or each of 3, got 0",
@@ -380,10 +411,23 @@ def test_the_second_page_trains_a_classifier_on_images(target: Any, tmp_path: Pa
         "batch size must be an integer >= 1, but the field is empty",
         "% set aside must be a number from 0 to 90, got 91",
     ]
-    assert report["preprocessing"] == "Preprocessing: 8 × 8, channels first, other mean and std."
+    assert report["preprocessing"] == (
+        f"Settings: {name}, 8 × 8, channels first, other mean and std."
+    )
+    broken = (
+        "Skipped 2 files that this browser cannot read as images: notes.txt, 1.png. "
+        "No class was made from 1 folder without images: aa broken."
+    )
     assert report["added"] == [
-        "Added 20 images. Files that cannot be read as images: notes.txt (1)",
-        *("Added 5 images.", "Added 5 images."),
+        [
+            *("Added 0 images.", "info"),
+            "No class was made from 2 folders without images: empty, texts.",
+        ],
+        [
+            *("Added 20 images.", "success"),
+            broken,
+        ],
+        *(["Added 5 images.", "success", ""], ["Added 5 images.", "success", ""]),
     ]
     assert report["emptied"] == "0 images"
     assert report["classes"] == [f"{color}: {IMAGES} images" for color in COLORS]
@@ -392,15 +436,37 @@ def test_the_second_page_trains_a_classifier_on_images(target: Any, tmp_path: Pa
         f"Trained 6 steps; accuracy on images set aside {accuracy:.1%}. "
         f"24 images to train, 6 set aside, on {name}."
     ).replace("%", " %")
+    right = sum(label == found for label, found in pairs)
+    assert report["verdict"] == f"{accuracy:.1%} are right: {right} of 6 images set aside.".replace(
+        "%", " %"
+    )
+    seen = sorted({int(each) for pair in pairs for each in pair})
+    assert report["table"] == [
+        ["", *(COLORS[each] for each in seen)],
+        *([COLORS[label], *(str(pairs.count((label, found))) for found in seen)] for label in seen),
+    ]
+    wrong = [(label, found) for label, found in pairs if label != found]
+    assert wrong
+    assert report["mistakes"] == [f"{COLORS[a]} taken for {COLORS[b]}" for a, b in wrong]
+    assert report["pictures"] == [[20, 10]] * len(wrong)
+    assert report["title"] == f"Train an image classifier: {', '.join(COLORS)}"
     assert report["guess"] == f"That is {COLORS[guess]}, with ."
+    assert report["classified"] == "Classified 1-3.png."
+    assert report["kinds"] == ["busy", "success"]  # so the error before is gone
+    assert report["shown"] == [20, 10]
+    assert report["asked"] == "The trained model was not downloaded. Go on without it?"
+    assert report["focus"] == "solid"
     assert report["wrongPicture"] == "'notes.txt' is no image that this browser can read"
     assert_trained_alike(posted["model.onnx"], trained)
     assert report["wrongFolder"].startswith("this page needs a model with one input of images, ")
     assert report["unchanged"] is True
     assert posted["unchanged.onnx"] == posted["model.onnx"]
     assert report["twice"] == [
-        "Added 0 images. Files that are there already: 0-0.png, 0-1.png, 0-2.png, … (10)",
-        "Added 1 images. Files that are there already: copy.png, copy.png (2)",
+        [
+            *("Added 0 images.", "info"),
+            "Skipped 10 files already added: 0-0.png, 0-1.png, 0-2.png, ….",
+        ],
+        ["Added 1 image.", "success", "Skipped 2 files already added: copy.png, copy.png."],
     ]
     assert report["classesAgain"] == [f"{IMAGES} images"] * 3
     refused = "learning rate must be a finite float32 number >= 0, got 1e+300"
@@ -413,10 +479,10 @@ def test_the_second_page_trains_a_classifier_on_images(target: Any, tmp_path: Pa
         assert set(arrays) == set(state)
 
     assert report["provider"] == (
-        "Runs on WebAssembly."
+        "Runs on the CPU (WebAssembly)."
         if target
-        else "Runs on WebAssembly, because WebGPU does not work here: this browser has no "
-        "WebGPU device."
+        else "Runs on the CPU (WebAssembly), because the graphics card cannot be used here: "
+        "this browser has no WebGPU device."
     )
     assert report["kept"] == "6"
     assert report["diverged"] in {

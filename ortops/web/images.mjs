@@ -1,7 +1,8 @@
 // Images as the data of a classifier: which inputs they are for, and how their pixels become tensors.
 
 const CHANNELS = [1, 3, 4];
-const AT_ONCE = 16; // images that are decoded at the same time
+const AT_ONCE = 4; // images that are decoded at the same time: each may need a gigabyte
+const [THUMBNAIL, PICTURE] = [96, 448]; // longer sides of previews, in pixels
 
 /**
  * Finds the inputs for images and for their classes.
@@ -35,19 +36,27 @@ export function inputsOf({ step: { feeds }, evaluate: { predict = [] } }) {
   return { image, target: targets[0], layout, batch, channels: channels ?? 3, height, width };
 }
 
-/** Draws an image in the size of the input, and returns its pixels as RGBA. */
-async function decode(file, { width, height, crop }) {
+/** Draws a part of an image in a size, and returns its pixels as RGBA. */
+function draw(bitmap, part, width, height) {
+  const context = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+  context.fillStyle = "#fff"; // behind what is transparent
+  context.fillRect(0, 0, width, height);
+  context.imageSmoothingQuality = "high";
+  context.drawImage(bitmap, ...part, 0, 0, width, height);
+  return context.getImageData(0, 0, width, height).data;
+}
+
+/** Decodes an image once: its pixels in the size of the input, and a preview `{data, width, height}`. */
+async function decode(file, { width, height, crop }, longest) {
   const bitmap = await createImageBitmap(file);
   try {
-    const context = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
-    context.fillStyle = "#fff"; // behind what is transparent
-    context.fillRect(0, 0, width, height);
-    context.imageSmoothingQuality = "high";
     const scale = Math.max(width / bitmap.width, height / bitmap.height);
     const [wide, tall] = crop ? [width / scale, height / scale] : [bitmap.width, bitmap.height];
-    const [left, top] = [(bitmap.width - wide) / 2, (bitmap.height - tall) / 2];
-    context.drawImage(bitmap, left, top, wide, tall, 0, 0, width, height);
-    return context.getImageData(0, 0, width, height).data;
+    const part = [(bitmap.width - wide) / 2, (bitmap.height - tall) / 2, wide, tall];
+    const smaller = Math.min(1, longest / Math.max(bitmap.width, bitmap.height));
+    const sides = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.round(side * smaller)));
+    const data = draw(bitmap, [0, 0, bitmap.width, bitmap.height], ...sides);
+    return { pixels: draw(bitmap, part, width, height), preview: { data, width: sides[0], height: sides[1] } };
   } finally {
     bitmap.close();
   }
@@ -55,7 +64,9 @@ async function decode(file, { width, height, crop }) {
 
 /** Images by number, with their classes: what a training reads. */
 export class Images {
-  #images = new Map(); // number → {file, label, pixels, size}
+  isOfClasses = true;
+  #images = new Map(); // number → {id, file, label, pixels, preview, size}
+  #picture = null; // {file, pixels, preview, size}, which is no part of the data
   #settings;
   #inputs;
   #classes;
@@ -69,12 +80,26 @@ export class Images {
 
   /** Adds images `{id, file, label}`, and returns the numbers of those that cannot be decoded. */
   async add(images) {
-    images.forEach(({ id, file, label }) => this.#images.set(id, { file, label }));
+    images.forEach(({ id, file, label }) => this.#images.set(id, { id, file, label }));
     return this.#decode(images.map(({ id }) => id));
   }
 
   remove(ids) {
     ids.forEach((id) => this.#images.delete(id));
+  }
+
+  /** Returns small images of those that are there. */
+  previews(ids) {
+    return ids.map((id) => this.#images.get(id)?.preview);
+  }
+
+  /** Decodes a file that is no part of the data, and returns a small image of it. */
+  async show(file) {
+    this.#picture = null;
+    const picture = { file };
+    await this.#read(picture, PICTURE);
+    this.#picture = picture;
+    return picture.preview;
   }
 
   /** Decodes anew what has another size, and sets a share of each class aside. */
@@ -113,26 +138,40 @@ export class Images {
     return {
       feeds: { [this.#inputs.image.name]: this.#tensor(this.#padded(images)) },
       labels: images.map(({ label }) => label),
+      ids: images.map(({ id }) => id),
     };
   }
 
-  /** The feeds of a prediction for a file, or for a black image. */
-  async feedsOf(file) {
+  /** The feeds of a prediction for the file that `show` has decoded. */
+  async pictureFeeds() {
+    await this.#read(this.#picture, PICTURE);
+    return this.#feeds(this.#picture);
+  }
+
+  /** The feeds of a prediction for a black image. */
+  blackFeeds() {
     const { width, height } = this.#settings;
-    const pixels = file ? await decode(file, this.#settings) : new Uint8ClampedArray(4 * width * height);
-    return { [this.#inputs.image.name]: this.#tensor(this.#padded([{ pixels }])) };
+    return this.#feeds({ pixels: new Uint8ClampedArray(4 * width * height) });
+  }
+
+  #feeds(image) {
+    return { [this.#inputs.image.name]: this.#tensor(this.#padded([image])) };
+  }
+
+  /** Decodes an image, unless it has the size of the input. */
+  async #read(image, longest) {
+    const { width, height, crop } = this.#settings;
+    const size = `${width} ${height} ${crop}`;
+    if (image.size !== size) Object.assign(image, await decode(image.file, this.#settings, longest), { size });
   }
 
   async #decode(ids) {
-    const { width, height, crop } = this.#settings;
-    const size = `${width} ${height} ${crop}`;
     const failed = [];
     const decodeOne = async (id) => {
       const image = this.#images.get(id);
-      if (image === undefined || image.size === size) return;
+      if (image === undefined) return;
       try {
-        image.pixels = await decode(image.file, this.#settings);
-        image.size = size;
+        await this.#read(image, THUMBNAIL);
       } catch {
         failed.push(id);
         this.#images.delete(id);

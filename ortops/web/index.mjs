@@ -1,25 +1,68 @@
 // The page index.html: a model, the arrays beside it, and a board to draw on.
-import { find, percent, prepareTraining, providerOf, query, say, showScores, shown } from "./common.mjs";
+import {
+  PROVIDERS, find, percent, prepareTraining, providerOf, query, say, showScores, showSteps, shown, started,
+} from "./common.mjs";
+import { countRight, showResult } from "./result.mjs";
 
 const GRID = 4; // samples per pixel of the image, in each direction
 let about = "";
 let pictured; // the input for images; only images with one channel can be drawn
 let image = null;
+let hasFailed = false;
+let judgement = null; // what the model makes of the test rows; null if its targets are no classes
 
 const training = prepareTraining({
   about: () => about,
   prepare: async () => ({ ordered: query.has("ordered") }),
-  accuracy: async () => percent(await training.call("accuracy")),
-  changed: guess,
-  setBusy() {},
+  async judge() {
+    judgement = await training.call("judge");
+    return judgement ? percent(countRight(judgement) / judgement.labels.length) : "–";
+  },
+  async changed() {
+    await showJudgement();
+    await guess();
+  },
+  update,
 });
 
+/** Shows what can be done, what has been done, and what comes next. */
+function update() {
+  const { isOpen, running, steps } = training;
+  const isDone = isOpen && !running && steps > 0;
+  showSteps({
+    model: isOpen ? "done" : hasFailed ? "failed" : "running",
+    training: running ? "running" : isDone ? "done" : isOpen ? "open" : "waiting",
+    result: isDone ? "done" : "waiting",
+  }, isDone ? "save" : isOpen && "train");
+}
+
+async function showJudgement() {
+  await showResult(training.steps ? judgement : null, { what: "test rows", nameOf: String });
+  if (training.steps && judgement === null) {
+    find("verdict").textContent = "The targets are no classes, so the loss alone says how good the model is.";
+  }
+}
+
+/** Says in the title what is trained. */
+function showSubject({ step: { feeds }, evaluate: { predict = [], outputs } }) {
+  const sizes = (shape) => shape.slice(1).map((dim) => dim ?? "?").join("\u00a0×\u00a0"); // of a row
+  const shapeOf = ({ name, shape }) => (shape?.length > 1 ? `${name} (${sizes(shape)})` : name);
+  const inputs = feeds.filter(({ name }) => predict.includes(name)).map(shapeOf).join(", ");
+  const targets = feeds.filter(({ name }) => !predict.includes(name)).map(shapeOf).join(", ");
+  document.title = find("subject").previousElementSibling.textContent =
+    `Train a model: ${inputs || targets} → ${Object.keys(outputs).join(", ")}`;
+}
+
 async function start() {
+  await showJudgement();
   const provider = providerOf("wasm");
-  const { about: { step: { feeds } }, rate } = await training.call("open", { provider });
+  say(`Opening the model on ${PROVIDERS[provider]} …`, "busy");
+  const { about: description, rate } = await training.call("open", { provider });
+  showSubject(description);
   const { rows, testRows } = await training.call("readArrays");
-  about = `${rows} training rows, ${testRows} test rows, provider ${provider}.`;
-  pictured = feeds.find(({ shape, type }) =>
+  about = `${rows} training rows, ${testRows} test rows, on ${PROVIDERS[provider]}.`;
+  find("model-name").textContent = `The model of this folder: ${about}`;
+  pictured = description.step.feeds.find(({ shape, type }) =>
     type === "float32" && shape?.length === 4 && shape[1] === 1 && shape.slice(2).every(Number.isInteger));
   if (pictured) {
     prepareDrawing(pictured.shape[2], pictured.shape[3], (found) => {
@@ -135,4 +178,10 @@ function prepareDrawing(height, width, change) {
   };
 }
 
-start().catch((error) => say(error.message, true)).finally(() => { document.body.dataset.ready = "1"; });
+started();
+update();
+shown(() => start().catch((error) => {
+  hasFailed = true;
+  update();
+  throw error;
+}))().finally(() => { document.body.dataset.ready = "1"; });

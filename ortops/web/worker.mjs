@@ -19,9 +19,10 @@ const images = new Images();
 /** Arrays of train.safetensors and test.safetensors: what a training reads. */
 class Arrays {
   constructor(train, test, target) {
-    Object.assign(this, { train, test, target });
-    this.rows = train[target].dims[0];
-    this.testRows = test[target].dims[0];
+    Object.assign(this, { train, test, target: target.name });
+    this.isOfClasses = /^u?int/.test(target.type);
+    this.rows = train[target.name].dims[0];
+    this.testRows = test[target.name].dims[0];
   }
 
   batch(rows) {
@@ -73,6 +74,22 @@ async function scoresOf(feeds) {
     [...scores.subarray(row * width, (row + 1) * width)].map(Number));
 }
 
+/** Says in plain words why a step cannot be opened, and what to do; `place` is that of onnxruntime-web. */
+function explained(error, place) {
+  const [, file, state] = /\/([\w.]+): (\d{3})(?: |$)/.exec(error.message) ?? [];
+  const unreachable = /\/([\w.]+) cannot be read/.exec(error.message)?.[1];
+  if (error.name === "ModelError" && file) {
+    error.message = `${file} is missing next to this page (the server answers ${state}): put all files there that ` +
+      "`ortops export-step … --web` wrote";
+  } else if (error.name === "ModelError" && unreachable) {
+    error.message = `${unreachable} cannot be read: the server of this page does not answer; start it again, and reload this page`;
+  } else if (/no available backend found/.test(error.message)) {
+    error.message = `onnxruntime-web cannot start (${error.message}): put all files of its npm package's \`dist\` into ` +
+      `${new URL(".", place)}, and reload this page`;
+  }
+  return error;
+}
+
 const calls = {
   /**
    * Opens a step: `files` by name, or those beside this file. `keep` continues with the present state. On
@@ -83,12 +100,13 @@ const calls = {
     if (provider === "webgpu" && !(await navigator.gpu?.requestAdapter())) {
       throw new Error("this browser has no WebGPU device");
     }
-    const ort = await import(place).catch((error) => {
-      throw new Error(`cannot load onnxruntime-web from ${place} (${error.message}); see the source of the page`);
+    const ort = await import(place).catch(() => {
+      throw new Error(`onnxruntime-web, which runs the model, cannot be loaded from ${place}: put the files of its npm ` +
+        `package's \`dist\` into ${new URL(".", place)}, and reload this page; or export again with \`--runtime PLACE\``);
     });
     const next = await TrainingSession.create(ort, files, {
       gpuState: provider === "webgpu", sessionOptions: { executionProviders: [provider] },
-    });
+    }).catch((error) => { throw explained(error, place); });
     const present = previous ?? session;
     if (keep && present) {
       const state = await present.state();
@@ -119,10 +137,13 @@ const calls = {
   async readArrays() {
     const [train, test] = await Promise.all(["train", "test"].map(async (name) => {
       const response = await fetch(new URL(`${name}.safetensors`, here));
-      if (!response.ok) throw new Error(`${name}.safetensors: ${response.status}; put the data next to this page`);
+      if (!response.ok) {
+        throw new Error(`${name}.safetensors is missing next to this page (the server answers ${response.status}): write the ` +
+          "data there, with one array for each input; ortops.graph.safetensors writes such files");
+      }
       return arraysOf(readSafetensors(await response.arrayBuffer(), `${name}.safetensors`), `${name}.safetensors`);
     }));
-    data = new Arrays(train, test, session.about.step.feeds.at(-1).name);
+    data = new Arrays(train, test, session.about.step.feeds.at(-1));
     return { rows: data.rows, testRows: data.testRows };
   },
 
@@ -132,7 +153,7 @@ const calls = {
   /** Sets how images become tensors; returns the number of classes. */
   async useImages({ inputs, settings }) {
     images.use(inputs, 0, settings);
-    const [scores] = await scoresOf(await images.feedsOf(null));
+    const [scores] = await scoresOf(images.blackFeeds());
     images.use(inputs, scores.length, settings);
     return scores.length;
   },
@@ -148,7 +169,12 @@ const calls = {
     return { failed, rows: data.rows, testRows: data.testRows };
   },
 
-  classifyImage: async (file) => (await scoresOf(await images.feedsOf(file)))[0],
+  previews: (ids) => images.previews(ids),
+
+  /** Decodes the image that is classified from now on; returns a small one. */
+  showPicture: (file) => images.show(file),
+
+  classifyPicture: async () => (await scoresOf(await images.pictureFeeds()))[0],
 
   rate: () => (session.about.learning_rates.length ? session.learningRate : null),
 
@@ -189,16 +215,22 @@ const calls = {
     return !stopped;
   },
 
-  /** Returns the share of rows whose class has the largest score: of test rows, or of all if there are none. */
-  async accuracy({ size = 256 } = {}) {
+  /**
+   * Returns the class of each row, the one with the largest score, and the number of its image: of test rows, or of
+   * all if there are none. Null if the targets are no classes.
+   */
+  async judge({ size = 256 } = {}) {
+    if (!data.isOfClasses) return null;
     const total = data.testRows || data.rows;
-    let right = 0;
+    const found = { labels: [], guesses: [], ids: [] };
     for (let from = 0; from < total; from += size) {
-      const { feeds, labels } = data.testBatch(from, Math.min(from + size, total));
+      const { feeds, labels, ids = [] } = data.testBatch(from, Math.min(from + size, total));
       const rows = await scoresOf(feeds);
-      right += [...labels].filter((label, at) => rows[at].indexOf(Math.max(...rows[at])) === Number(label)).length;
+      found.labels.push(...Array.from(labels, Number));
+      found.guesses.push(...Array.from(labels, (_, at) => rows[at].indexOf(Math.max(...rows[at]))));
+      found.ids.push(...ids);
     }
-    return right / total;
+    return found;
   },
 
   classify: async (feeds) => (await scoresOf(feeds))[0],

@@ -56,9 +56,11 @@ const settings = { width: 2, height: 2, crop: true, mean: [0, 0, 0], std: [1, 1,
 let images = new Images();
 images.use(inputsOf(stepOf(feed("x", "float32", ["batch", 3, 2, 2]), labels)), 3, { ...settings, mean: [0.5, 0, 0], std: [0.25, 1, 2] });
 assert.deepEqual(await images.add([{ id: 7, file: file(51, 102, 204), label: 2 }, { id: 8, file: "text", label: 0 }]), [8]);
-assert.deepEqual(drawn, [[1, 0, 2, 2, 0, 0, 2, 2]]); // the middle
+assert.deepEqual(drawn, [[0, 0, 4, 2, 0, 0, 4, 2], [1, 0, 2, 2, 0, 0, 2, 2]]); // a preview, and the middle
 assert.deepEqual(await images.split(0), []);
-assert.equal(drawn.length, 1); // not decoded again
+assert.equal(drawn.length, 2); // not decoded again
+const [preview, none] = images.previews([7, 8]);
+assert.deepEqual([preview.width, preview.height, preview.data.length, none], [4, 2, 32, undefined]);
 const close = (found, expected) => expected.forEach((value, at) => assert(Math.abs(found[at] - value) < 1e-6, `${found}`));
 let { x, labels: found } = images.batch([0]);
 assert.deepEqual(x.dims, [1, 3, 2, 2]);
@@ -71,7 +73,7 @@ drawn = [];
 await images.add([{ id: 9, file: file(0, 0, 0), label: 1 }]);
 images.use(inputsOf(stepOf(feed("x", "float32", ["batch", 3, "h", "w"]), labels)), 3, { ...settings, width: 4, crop: false });
 assert.deepEqual(await images.split(0), []);
-assert.deepEqual(drawn.slice(1), [[0, 0, 4, 2, 0, 0, 4, 2], [0, 0, 4, 2, 0, 0, 4, 2]]);
+assert.deepEqual(drawn, [[0, 0, 4, 2, 0, 0, 4, 2], [1, 0, 2, 2, 0, 0, 2, 2], ...new Array(4).fill([0, 0, 4, 2, 0, 0, 4, 2])]);
 images.remove([7]);
 await images.split(0);
 assert.equal(images.rows, 1);
@@ -88,13 +90,19 @@ assert.deepEqual(x.data, Uint8Array.from([20, 0, 20, 0].flatMap(pixels)));
 assert.deepEqual(found.dims, [4, 3]);
 assert.deepEqual([...found.data], [0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0]);
 const test = images.testBatch(1, 3);
-assert.deepEqual(test.labels, [1, 2]);
+assert.deepEqual([test.labels, test.ids], [[1, 2], [1, 2]]);
 assert.equal(test.feeds.x.dims[0], 4);
 
 // Gray is the luma of ITU-R BT.601.
 images = new Images();
 images.use(inputsOf(stepOf(feed("x", "float32", ["batch", 1, 1, 1]), labels)), 2, { ...settings, width: 1, height: 1 });
-close((await images.feedsOf(file(200, 100, 50))).x.data, [(0.299 * 200 + 0.587 * 100 + 0.114 * 50) / 255]);
+drawn = [];
+const shown = await images.show({ ...file(200, 100, 50), width: 16000, height: 4000 });
+assert.deepEqual([shown.width, shown.height], [448, 112]); // the longer side is that of a preview
+close((await images.pictureFeeds()).x.data, [(0.299 * 200 + 0.587 * 100 + 0.114 * 50) / 255]);
+assert.equal(drawn.length, 2); // decoded once
+await assert.rejects(images.show("text"));
+close(images.blackFeeds().x.data, [0]);
 
 // A share of each class is set aside, spread over its images.
 await images.add(Array.from({ length: 12 }, (_, id) => ({ id, file: file(0, 0, 0), label: id < 10 ? 0 : 1 })));

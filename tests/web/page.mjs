@@ -12,7 +12,7 @@ try {
   await wait(() => frame.contentDocument?.body?.dataset.ready);
   const page = frame.contentDocument;
   const status = page.getElementById("status");
-  if (status.hasAttribute("data-error")) throw new Error(status.textContent);
+  if (status.dataset.kind === "error") throw new Error(status.textContent);
   const epochs = page.getElementById("epochs");
   const refusedEpochs = ["0", "", "1.5"].map((value) => {
     epochs.value = value;
@@ -20,6 +20,8 @@ try {
     return [status.textContent, epochs.getAttribute("aria-invalid")].join("; ");
   });
   epochs.value = 3;
+  const next = () => [".state", ".primary"].map((chosen) => [...page.querySelectorAll(chosen)].map((each) => each.textContent).join(", "));
+  const steps = [page.querySelector("h1").textContent, page.getElementById("save").disabled, ...next()];
   const curve = page.getElementById("curve");
   const names = [curve.getAttribute("aria-label")];
   page.getElementById("train").click();
@@ -31,8 +33,8 @@ try {
     requestAnimationFrame(frames);
   };
   requestAnimationFrame(frames);
-  await wait(() => page.body.dataset.trained || status.hasAttribute("data-error"));
-  if (status.hasAttribute("data-error")) throw new Error(status.textContent);
+  await wait(() => page.body.dataset.trained || status.dataset.kind === "error");
+  if (status.dataset.kind === "error") throw new Error(status.textContent);
   const longestFrame = longest;
   await wait(() => page.getElementById("steps").textContent === page.body.dataset.trained); // with the next frame
   names.push(curve.getAttribute("aria-label").replace(/from.*/, ""));
@@ -66,12 +68,14 @@ try {
   });
   page.getElementById("save").click();
   await send("model.onnx", await saved);
-  if (status.hasAttribute("data-error")) throw new Error(status.textContent);
+  if (status.dataset.kind === "error") throw new Error(status.textContent);
   const text = (id) => page.getElementById(id).textContent;
   const found = {
     steps: Number(text("steps")), accuracy: Number.parseFloat(text("accuracy")) / 100,
     milliseconds: Number.parseFloat(text("time")), guess: text("guess"), status: text("status"),
     isolated: globalThis.crossOriginIsolated, refused, refusedEpochs, names, longestFrame,
+    start: steps, next: next(), verdict: text("verdict"),
+    table: [...page.querySelectorAll("tbody tr")].map((row) => [...row.querySelectorAll("td")].map((cell) => Number(cell.textContent))),
   };
 
   // By keyboard: a vertical stroke.
@@ -86,7 +90,7 @@ try {
   // A learning rate that is too large, and back to the start.
   set("1e30");
   page.getElementById("train").click();
-  await wait(() => status.hasAttribute("data-error"));
+  await wait(() => status.dataset.kind === "error");
   found.diverged = status.textContent;
   await wait(() => !page.getElementById("reset").disabled);
   page.getElementById("reset").click();

@@ -48,8 +48,9 @@ FORMAT, VERSION = "ortops.step", 1
 
 _DESCRIPTION = "step.json"
 _WEB_FILES = (
-    *("ortops.mjs", "ortops.d.mts", "worker.mjs", "images.mjs", "common.mjs", "style.css"),
-    *("index.html", "index.mjs", "classifier.html", "classifier.mjs", "runtime.mjs"),
+    *("ortops.mjs", "ortops.d.mts", "worker.mjs", "runtime.mjs", "images.mjs", "common.mjs"),
+    *("index.html", "index.mjs", "classifier.html", "classifier.mjs", "result.mjs"),
+    *("start.js", "style.css"),
 )
 _PLACE = re.compile(r"(?:(https?://[\w.-]+(?::\d+)?)/|\.{0,2}/)?(?:[\w.~%@+-]+/)*", re.ASCII)
 """An address of a folder, without what could end a string or a directive of the pages."""
