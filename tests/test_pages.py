@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from chromium import CHROMIUM, page_of, run_page
+from training_models import affine, affine_batch
 from violations import all_violations
 
 import ortops
 from models.lenet import lenet
 from ortops import build_training_model, export_step
+from ortops.graph.safetensors import write_safetensors
 
 PAGES = Path(ortops.__file__).parent / "web"
 
@@ -53,6 +55,14 @@ def test_pages_say_what_is_missing(tmp_path: Path) -> None:
     pages = {
         f"{name.replace('/', ' ')}/{page}.html": text for (name, page), text in expected.items()
     }
+    # Where nothing is missing, a model whose targets are no classes is opened, without an accuracy.
+    numbers = tmp_path / "numbers"
+    other = build_training_model(affine(), loss="MeanSquaredError", optimizer="SGD")
+    export_step(other, numbers, web=True)
+    (numbers / "ort").symlink_to(whole / "ort")
+    for name in ("train", "test"):
+        write_safetensors(numbers / f"{name}.safetensors", affine_batch(4))
+    pages["numbers/index.html"] = "4 training rows, 4 test rows, on the CPU (WebAssembly)."
     report, _ = run_page(tmp_path, f"whole/test.html?pages=../{',../'.join(pages)}", seconds=120)
     with all_violations() as check:
         for page, text in pages.items():

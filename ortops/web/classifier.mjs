@@ -1,6 +1,7 @@
 // The page classifier.html: a model, images by class, and what becomes of them.
 import {
-  PROVIDERS, countIn, element, find, numberIn, percent, prepareTraining, providerOf, query, say, showScores, showSteps, shown, started,
+  PROVIDERS, countIn, element, find, numberIn, percent, prepareTraining, providerOf, query, say, showScores, showSteps,
+  shown, started,
 } from "./common.mjs";
 import { countRight, drawPreview, showResult } from "./result.mjs";
 
@@ -59,8 +60,9 @@ function update() {
     training: running ? "running" : !isOpen || !isFilled ? "waiting" : steps && !isChanged ? "done" : "open",
     result: steps && isOpen && !running ? "done" : "waiting",
   };
-  const open = Object.keys(states).find((id) => states[id] === "open") ?? (running ? "training" : states.result === "done" && "result");
-  showSteps(states, { model: "folder-button", images: "tree-button", training: "train", result: "save" }[open]);
+  const last = running ? "training" : states.result === "done" ? "result" : null;
+  const next = Object.keys(states).find((id) => states[id] === "open") ?? last;
+  showSteps(states, { model: "folder-button", images: "tree-button", training: "train", result: "save" }[next]);
 }
 
 const filledGroups = () => groups.filter(({ ids }) => ids.length);
@@ -68,7 +70,7 @@ const filledGroups = () => groups.filter(({ ids }) => ids.length);
 /** Shows how good the trained model is. */
 async function showJudgement() {
   await showResult(training.steps ? judgement : null, {
-    what: split.testRows ? "images set aside" : "images, all of them trained",
+    what: split.testRows ? "images set aside" : "images, which it was trained on",
     nameOf: (index) => groups[index]?.name.value ?? `class ${index}`,
     previewsOf: (ids) => call("previews", ids),
   });
@@ -87,9 +89,10 @@ async function openStep({ keep = false } = {}) {
     opened = await call("open", { provider: name, files, keep, trial: true });
     inputs = await call("inputs");
     if (!keep) showPreprocessing();
+    find("provider").value = name;
     sent = "";
     if (!(await useSettings())) throw new Error("the preprocessing is not complete");
-    provider = find("provider").value = name;
+    provider = name;
   };
   isOpening = true;
   training.close();
@@ -186,7 +189,8 @@ function settingsIn() {
   const std = mean && channelsIn("std", "numbers > 0", (value) => value > 0);
   const crop = find("crop").value === "crop";
   const layout = find("layout").value;
-  find("summary").textContent = `${PROVIDERS[find("provider").value]}, ${width} × ${height}, ${find("layout").selectedOptions[0].textContent}, ${find("range").selectedOptions[0].textContent}`;
+  const chosen = (id) => find(id).selectedOptions[0].textContent;
+  find("summary").textContent = `${chosen("provider")}, ${width} × ${height}, ${chosen("layout")}, ${chosen("range")}`;
   return std && { settings: { width, height, crop, mean, std }, inputs: { ...inputs, layout } };
 }
 
@@ -337,7 +341,8 @@ async function addImages(additions, { stray = [], empty = [] } = {}) {
   const [failed, known] = [[], []];
   let [begun, added] = [0, 0];
   for (const { name, group = groupFor(name), chosen } of additions) {
-    const found = await addTo(group, chosen.filter(isVisible), (from) => say(`Reading images: ${begun + from} of ${all} …`, "busy"));
+    const progress = (from) => say(`Reading images: ${begun + from} of ${all} …`, "busy");
+    const found = await addTo(group, chosen.filter(isVisible), progress);
     begun += chosen.length;
     added += found.added;
     failed.push(...found.failed);
@@ -388,7 +393,9 @@ async function addFolders(found) {
   const filled = additions.filter(({ chosen }) => chosen.some(mayBeImage));
   const free = groups.filter(({ isNamed, ids }) => !isNamed && !ids.length).length + count - groups.length;
   const added = filled.filter(({ name }) => !groups.some((group) => group.name.value === name));
-  if (added.length > free) throw new Error(`the model has ${count} classes, and none is free for the folder '${added[free].name}'`);
+  if (added.length > free) {
+    throw new Error(`the model has ${count} classes, and none is free for the folder '${added[free].name}'`);
+  }
   const empty = additions.filter((one) => !filled.includes(one)).map(({ name }) => name);
   await addImages(filled, { stray, empty });
 }
@@ -428,6 +435,7 @@ async function guess() {
 }
 
 async function classify(file) {
+  if (training.running) throw new Error("stop the training first");
   if (!file || !(await useSettings())) return;
   hasPicture = false;
   find("guess").textContent = "";

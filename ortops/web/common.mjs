@@ -43,7 +43,8 @@ export const shown = (task) => async (...values) => {
  */
 export function showSteps(states, primary) {
   const open = Object.values(states).findIndex((state) => !["done", "waiting"].includes(state)) + 1;
-  const words = { done: "Done", open: "Now", running: "Running", failed: "Failed", waiting: open ? `Waits for step ${open}` : "Waits" };
+  const waiting = open ? `Waits for step ${open}` : "Waits";
+  const words = { done: "Done", open: "Now", running: "Running", failed: "Failed", waiting };
   for (const [id, state] of Object.entries(states)) {
     const title = find(id).querySelector("h2");
     if (!title.querySelector(".state")) {
@@ -296,7 +297,9 @@ export function prepareTraining(page) {
           await refresh(); // steps before one that fails have been made
         }
       }
-      say(`Trained ${losses.length} steps; ${find("accuracy-of").textContent} ${find("accuracy").textContent}. ${page.about()}`, "success");
+      const accuracy = find("accuracy").textContent;
+      const known = accuracy === "–" ? "" : `; ${find("accuracy-of").textContent} ${accuracy}`;
+      say(`Trained ${losses.length} steps${known}. ${page.about()}`, "success");
     } finally {
       setBusy(false);
     }

@@ -1,5 +1,7 @@
 // The page index.html: a model, the arrays beside it, and a board to draw on.
-import { PROVIDERS, find, percent, prepareTraining, providerOf, query, say, showScores, showSteps, shown, started } from "./common.mjs";
+import {
+  PROVIDERS, find, percent, prepareTraining, providerOf, query, say, showScores, showSteps, shown, started,
+} from "./common.mjs";
 import { countRight, showResult } from "./result.mjs";
 
 const GRID = 4; // samples per pixel of the image, in each direction
@@ -36,11 +38,15 @@ function update() {
 
 async function showJudgement() {
   await showResult(training.steps ? judgement : null, { what: "test rows", nameOf: String });
+  if (training.steps && judgement === null) {
+    find("verdict").textContent = "The targets are no classes, so the loss alone says how good the model is.";
+  }
 }
 
 /** Says in the title what is trained. */
 function showSubject({ step: { feeds }, evaluate: { predict = [], outputs } }) {
-  const shapeOf = ({ name, shape }) => (shape?.length > 1 ? `${name} (${shape.slice(1).map((dim) => dim ?? "?").join("\u00a0×\u00a0")})` : name);
+  const sizes = (shape) => shape.slice(1).map((dim) => dim ?? "?").join("\u00a0×\u00a0"); // of a row
+  const shapeOf = ({ name, shape }) => (shape?.length > 1 ? `${name} (${sizes(shape)})` : name);
   const inputs = feeds.filter(({ name }) => predict.includes(name)).map(shapeOf).join(", ");
   const targets = feeds.filter(({ name }) => !predict.includes(name)).map(shapeOf).join(", ");
   document.title = find("subject").previousElementSibling.textContent =

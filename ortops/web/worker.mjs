@@ -76,7 +76,7 @@ async function scoresOf(feeds) {
 
 /** Says in plain words why a step cannot be opened, and what to do; `place` is that of onnxruntime-web. */
 function explained(error, place) {
-  const [, file, state] = /([\w.]+): (\d{3})\b/.exec(error.message) ?? [];
+  const [, file, state] = /\/([\w.]+): (\d{3})(?: |$)/.exec(error.message) ?? [];
   const unreachable = /\/([\w.]+) cannot be read/.exec(error.message)?.[1];
   if (error.name === "ModelError" && file) {
     error.message = `${file} is missing next to this page (the server answers ${state}): put all files there that ` +

@@ -98,7 +98,8 @@ try {
     const before = get(id).value;
     get(id).value = value;
     found.refused.push(await said(() => click("train")));
-    get(id).value = before;
+    change(id, before); // which is right: the error goes
+    await wait(() => !isError());
   }
 
   // Two classes from a folder, one by dropping a folder, and single images.
