@@ -536,7 +536,7 @@ class Execution:
         (number,) = self._chosen
         shapes = {name: array.shape[1:] for name, array in feeds.items()}
         part, turn = self._parts[number], turns[number]
-        losses = part.of(shapes).repetition.run(part.buffers, turn, feeds)
+        losses = part.of(shapes).repeat(part.buffers, turn, feeds)
         changed = tuple(1 - turn if n == number else other for n, other in enumerate(turns))
         self.variables.position = (changed, made + count)
         return losses
