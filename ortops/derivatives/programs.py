@@ -44,9 +44,9 @@ from ortops.engine.lowering import (
     prepare,
 )
 from ortops.engine.training.feeds import Input
-from ortops.errors import FeedError, ModelError, did_you_mean
+from ortops.errors import FeedError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
-from ortops.graph.edit import RANDOM, all_nodes, is_float, set_outputs, values_of
+from ortops.graph.edit import RANDOM, all_nodes, describe, is_float, set_outputs, values_of
 from ortops.graph.faults import is_affected
 from ortops.graph.files import external
 from ortops.graph.files.messages import has_domain
@@ -399,6 +399,14 @@ class Source:
     def random_node(self) -> ir.Node | None:
         """Returns a node that draws random numbers, or None."""
         return next(filter(_draws, all_nodes(self._model.graph)), None)
+
+    def refuse_random(self, bridge: str, why: str) -> None:
+        """Raises an UnsupportedError if the model draws random numbers, which a bridge forbids."""
+        if (node := self.random_node()) is not None:
+            raise UnsupportedError(
+                f"{bridge}: {describe(node)} draws random numbers, {why}; switch off its training "
+                "mode, or make the random numbers an input of the model"
+            )
 
     def derived(self, request: Request) -> Source:
         """Returns a source with all inputs of a program, and its derivatives as outputs.
