@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ortops._common.arguments import whole_number
 from ortops.errors import ArgumentError, ModelError, did_you_mean
-from ortops.graph.edit import is_float
+from ortops.graph.edit import is_float, values_of
 from ortops.graph.tensor import Dim, Names, Tape, Tensor, op
 from ortops.losses.compute import default_output
 
@@ -114,10 +114,7 @@ class Builder:
 
     def _named(self, role: str, names: str | Sequence[str]) -> Sequence[ir.Value]:
         """Returns tensors of the main graph by name."""
-        graph = self.tape.graph
-        values = [*graph.inputs, *graph.initializers.values()]
-        values += [value for node in graph for value in node.outputs]
-        known = {value.name: value for value in values if value.name}
+        known = values_of(self.tape.graph)
         if not isinstance(names, Iterable):
             raise ArgumentError(f"{role} must be one or more names of tensors, got {names!r}")
         named = [names] if isinstance(names, str) else list(names)

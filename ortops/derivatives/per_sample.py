@@ -19,7 +19,7 @@ from ortops.engine.lowering import infer_types, lower_ir
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.autodiff.grad import grad
-from ortops.graph.edit import all_nodes, attribute_values, describe, is_float
+from ortops.graph.edit import all_nodes, attribute_values, describe, is_float, values_of
 from ortops.graph.files import external, loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
@@ -147,15 +147,13 @@ def _loss(
 ) -> losses.Computed:
     """Emits the loss."""
     graph = prepared.graph
-    values = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
-    values |= {v.name: v for node in graph for v in node.outputs}
+    values = values_of(graph)
 
     def find(name: str) -> Tensor | None:
         return tape.tensor(values[name]) if name in values else None
 
-    names = [name for name in values if name]
     tape.scope = "loss/"
-    computed = losses.compute(losses.resolve(loss), tape, find, names, graph.outputs, inputs)
+    computed = losses.compute(losses.resolve(loss), tape, find, list(values), graph.outputs, inputs)
     tape.scope = ""
     for part in computed.parts:
         if part.batch_coupled:

@@ -44,9 +44,9 @@ from ortops.engine.lowering import (
     prepare,
 )
 from ortops.engine.training.input_values import Input
-from ortops.errors import FeedError, ModelError, did_you_mean
+from ortops.errors import FeedError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
-from ortops.graph.edit import RANDOM, all_nodes, is_float, set_outputs
+from ortops.graph.edit import RANDOM, all_nodes, describe, is_float, set_outputs, values_of
 from ortops.graph.faults import is_affected
 from ortops.graph.files import external
 from ortops.graph.files.messages import has_domain
@@ -341,7 +341,7 @@ class Source:
         """Returns the model with the selected outputs, by default with lifted weights."""
         model = convert.to_ir(light or self._light)
         if self.selected is not None:
-            known = _values(model.graph)
+            known = values_of(model.graph)
             for name in self.selected:
                 if name not in known:
                     raise ModelError(
@@ -399,6 +399,14 @@ class Source:
     def random_node(self) -> ir.Node | None:
         """Returns a node that draws random numbers, or None."""
         return next(filter(_draws, all_nodes(self._model.graph)), None)
+
+    def refuse_random(self, bridge: str, why: str) -> None:
+        """Raises an UnsupportedError if the model draws random numbers, which a bridge forbids."""
+        if (node := self.random_node()) is not None:
+            raise UnsupportedError(
+                f"{bridge}: {describe(node)} draws random numbers, {why}; switch off its training "
+                "mode, or make the random numbers an input of the model"
+            )
 
     def derived(self, request: Request) -> Source:
         """Returns a source with all inputs of a program, and its derivatives as outputs.
@@ -533,10 +541,3 @@ def _forget_symbols(seeds: Sequence[ir.Value]) -> None:
     for seed in seeds:
         if seed.shape is not None:
             seed.shape = ir.Shape([dim if isinstance(dim, int) else None for dim in seed.shape])
-
-
-def _values(graph: ir.Graph) -> dict[str, ir.Value]:
-    """Returns the tensors of the main graph by name."""
-    values = [*graph.inputs, *graph.initializers.values()]
-    values += [value for node in graph for value in node.outputs]
-    return {value.name: value for value in values if value.name}

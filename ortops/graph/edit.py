@@ -202,6 +202,13 @@ def ancestor_nodes(values: ir.Value | Iterable[ir.Value], stop: set[ir.Value]) -
     return found
 
 
+def values_of(graph: ir.Graph) -> dict[str, ir.Value]:
+    """Returns the inputs, the initializers and the outputs of nodes of a graph by name."""
+    values = [*graph.inputs, *graph.initializers.values()]
+    values += [value for node in graph for value in node.outputs]
+    return {value.name: value for value in values if value.name}
+
+
 def nodes_between(
     nodes: Iterable[ir.Node], cut: Iterable[ir.Value], ends: ir.Value | Iterable[ir.Value]
 ) -> list[ir.Node]:

@@ -8,7 +8,7 @@ import onnx
 import onnx_ir as ir
 
 from ortops.errors import ModelError, UnsupportedError, did_you_mean
-from ortops.graph.edit import all_nodes, describe, inner_graphs
+from ortops.graph.edit import all_nodes, describe, inner_graphs, values_of
 from ortops.graph.files import loading
 from ortops.graph.files.folders import remember
 from ortops.graph.files.loading import ModelLike
@@ -45,8 +45,7 @@ def name_output(model: ModelLike, tensor: str, *, name: str | None = None) -> on
     """
     work, proto, folder = read(model)
     graph = work.graph
-    values = {v.name: v for v in (*graph.inputs, *graph.initializers.values()) if v.name}
-    values |= {v.name: v for node in graph for v in node.outputs if v.name}
+    values = values_of(graph)
     if tensor not in values:
         raise _missing(work, tensor, values)
     value = values[tensor]

@@ -13,6 +13,7 @@ import onnxruntime
 
 from ortops.errors import ModelError
 from ortops.graph import convert
+from ortops.graph.edit import values_of
 from ortops.graph.files import external, loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import MICROSOFT
@@ -84,9 +85,7 @@ def inferred(proto: onnx.ModelProto, folder: Path | None) -> dict[str, ir.Value]
     infer_shapes(model)
     while _infer_ranks(graph):
         infer_shapes(model)
-    values = [*graph.inputs, *graph.initializers.values()]
-    values += [value for node in graph for value in node.outputs]
-    return {value.name: value for value in values if value.name}
+    return values_of(graph)
 
 
 def _infer_ranks(graph: ir.Graph) -> bool:

@@ -27,7 +27,6 @@ from ortops.derivatives.function import Function
 from ortops.derivatives.programs import input_of
 from ortops.engine.training.input_values import Input
 from ortops.errors import ArgumentError, KernelError, UnsupportedError
-from ortops.graph.edit import describe
 
 Kind: TypeAlias = Literal["jvp", "vjp"]
 
@@ -37,12 +36,7 @@ _SHAPES = "under jit and grad, shapes must depend on shapes only"
 
 def jax_function(function: Function) -> Callable[..., Any]:
     """Returns a function of JAX arrays; see `Function.jax`."""
-    node = function._source.random_node()
-    if node is not None:
-        raise UnsupportedError(
-            f"jax: {describe(node)} draws random numbers, but functions of JAX must be pure; "
-            "switch off its training mode, or make the random numbers an input of the model"
-        )
+    function._source.refuse_random("jax", "but functions of JAX must be pure")
     for given in function._source.inputs.values():
         if given.unbound is not None or given.dtype is None or given.dtype.kind in "OUSc":
             kind = given.unbound or given.dtype or "unknown"

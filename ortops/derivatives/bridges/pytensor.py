@@ -19,17 +19,11 @@ from ortops.derivatives.function import Function
 from ortops.derivatives.programs import input_of
 from ortops.engine.training.input_values import Input
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
-from ortops.graph.edit import describe
 
 
 def pytensor_op(function: Function) -> Op:
     """Returns an Op; see `Function.pytensor`."""
-    node = function._source.random_node()
-    if node is not None:
-        raise UnsupportedError(
-            f"pytensor: {describe(node)} draws random numbers, but an Op must be pure; switch off "
-            "its training mode, or make the random numbers an input of the model"
-        )
+    function._source.refuse_random("pytensor", "but an Op must be pure")
     for given in function._source.inputs.values():
         _check_type(f"input '{given.name}'", given)
     for value in function._source.outputs.values():

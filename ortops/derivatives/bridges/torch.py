@@ -174,13 +174,8 @@ class _Node:
         seeds, outputs = (ys, xs) if kind == "vjp" else (xs, ys)
 
         def make() -> Function:
-            random = self.function._source.random_node()
-            if random is not None:
-                raise UnsupportedError(
-                    f"torch: {describe(random)} draws random numbers, and a second derivative or a "
-                    "forward-mode derivative would draw others; switch off its training mode, or "
-                    "make the random numbers an input of the model"
-                )
+            why = "and a second derivative or a forward-mode derivative would draw others"
+            self.function._source.refuse_random("torch", why)
             return self.function.derivative(kind, wrt)
 
         with self._lock:

@@ -52,7 +52,7 @@ from ortops.engine.trainable.metadata import (
 from ortops.engine.trainable.step_graph import flatten
 from ortops.engine.trainable.training_mode import TrainingCopies, copy_in_training_mode, reveal
 from ortops.errors import ArgumentError, ModelError, OrtopsError
-from ortops.graph.edit import ancestor_nodes
+from ortops.graph.edit import ancestor_nodes, values_of
 from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
@@ -557,8 +557,7 @@ def _emit_forward(
     nodes = list(graph)
     tape = Tape(graph, names=prepared.names)
     algorithm = Algorithm(tape, prepared.place.prefix)
-    values = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
-    values |= {v.name: v for node in nodes for v in node.outputs}
+    values = values_of(graph)
     with tape:
         rate = algorithm.variable("learning_rate", np.array(peak, np.float32))
         step = algorithm.variable("step", np.array(0, np.int64))
@@ -581,7 +580,6 @@ def _emit_forward(
             return next((source for source, copy in revealed.items() if copy is value), value)
 
         tape.scope = "loss/"
-        names = [name for name in values if name]
         hidden: dict[ir.Value, ir.Value] = {}
 
         def base(value: ir.Value) -> ir.Value:
@@ -590,7 +588,9 @@ def _emit_forward(
                 lambda read: reveal(tape, read, visible, hidden),
             )
 
-        computed = losses.compute(loss, tape, find, names, graph.outputs, inputs, original, base)
+        computed = losses.compute(
+            loss, tape, find, list(values), graph.outputs, inputs, original, base
+        )
         tape.scope = ""
         computed = _with_names(computed, graph)
         algorithm.inputs, algorithm.constants = computed.inputs, computed.constants

@@ -32,6 +32,5 @@ What they share:
 - `SessionReport`: what was chosen; `PackedUpdate`: the same for a group.
 - `PlacedNode`: a node, and the provider that runs it.
 - `Layout`: the memory of gradients that a caller reads; `Differentiated`: the results there.
-- `Repetition`: several steps in one run.
 - `StringFront`: what runs before a step that reads strings.
 """

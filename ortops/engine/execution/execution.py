@@ -151,11 +151,11 @@ class Execution:
             except UnsupportedError:  # there are no gradients to separate updates from
                 self._parts[0].template.overwrites = False
                 graphs = self._parts
-            read = [graph.read_here() for graph in graphs]
+            variants = [graph.any_shape() for graph in graphs]
             if sessions.settings.device is None:
-                here = set[str]().union(*(names for names, _ in read))
-                here = here.difference(*(names for _, names in read))
-            in_place = set[str]().union(*(graph.in_place for graph in graphs))
+                here = here.union(*(variant.read_here for variant in variants))
+                here = here.difference(*(variant.read_elsewhere for variant in variants))
+            in_place = in_place.union(*(variant.in_place for variant in variants))
             self.variables.in_place |= bool(in_place)
         for name in (name for name in values if name not in self.variables):
             value, device = values[name], None if name in here else sessions.device
@@ -536,7 +536,7 @@ class Execution:
         (number,) = self._chosen
         shapes = {name: array.shape[1:] for name, array in feeds.items()}
         part, turn = self._parts[number], turns[number]
-        losses = part.of(shapes).repetition.run(part.buffers, turn, feeds)
+        losses = part.of(shapes).repeat(part.buffers, turn, feeds)
         changed = tuple(1 - turn if n == number else other for n, other in enumerate(turns))
         self.variables.position = (changed, made + count)
         return losses

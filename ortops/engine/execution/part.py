@@ -97,14 +97,15 @@ class Part:
 
     @pause_collection()
     def _variant(self, shapes: Shapes | None) -> Variant:
-        variant = self._any_shape() if shapes is None else Variant(self.template, shapes)
+        variant = self.any_shape() if shapes is None else Variant(self.template, shapes)
         if not variant.bindings:
             variant.bind(self.buffers, self._rebound)
         return variant
 
-    def _any_shape(self) -> Variant:
-        """Returns the graph for batches of any shape, which may be bound later."""
-        self._general = self._general or Variant(self.template, None)
+    def any_shape(self) -> Variant:
+        """Returns the graph for batches of any shape, which may not be bound to memory yet."""
+        if self._general is None:
+            self._general = run_uninterrupted(functools.partial(Variant, self.template, None))
         return self._general
 
     def half(self, shapes: Shapes) -> Binding:
@@ -149,16 +150,6 @@ class Part:
             make(apply, capacity=0, rebound=apply.step.feeds),
             self.variables,
         )
-
-    def read_here(self) -> tuple[set[str], set[str]]:
-        """Returns the inputs that the graph reads in the CPU's memory, and those read elsewhere."""
-        variant = run_uninterrupted(self._any_shape)
-        return variant.read_here, variant.read_elsewhere
-
-    @property
-    def in_place(self) -> set[str]:
-        """The variables whose next values overwrite the present ones."""
-        return run_uninterrupted(self._any_shape).in_place
 
     def nodes(self) -> list[PlacedNode] | None:
         """Returns the nodes of all graphs, and where they run; None if it is not known."""

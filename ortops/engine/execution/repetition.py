@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
-from ortops._common.numbers import Array
-from ortops.engine.execution.memory import Memory, ort_value
-from ortops.engine.execution.onnxruntime_sessions import errors_as_ours
 from ortops.engine.execution.packed import Packed
-from ortops.engine.inference import InferenceSession
 from ortops.graph.tensor import IR_VERSION, Names, Tape, op
 
 LOSSES = "losses"
@@ -28,66 +23,6 @@ def stacked(name: str) -> str:
 def state_output(name: str) -> str:
     """Returns the name of the output for the last value of a state."""
     return f"{name}/last"
-
-
-@dataclass(frozen=True)
-class Repetition:
-    """Several steps in one run.
-
-    Attributes:
-        session: Runs the model of `repeat`.
-        states: The names of the states.
-        packed: See `repeat`.
-        constants: The memory of inputs that are the same in all steps, such as frozen weights.
-    """
-
-    session: InferenceSession
-    states: Collection[str]
-    packed: Mapping[str, tuple[Packed, int]]
-    constants: Mapping[str, Memory]
-
-    def run(
-        self,
-        buffers: Callable[[str, int], tuple[Memory, Memory]],
-        turn: int,
-        feeds: Mapping[str, Array],
-    ) -> Array:
-        """Makes several steps.
-
-        Args:
-            buffers: Returns, for a variable and a turn, the memory that it is read from, and the
-                memory that its next value is written to.
-            turn: Which of the two buffers of a variable to read.
-            feeds: The batches of each input, stacked along axis 0.
-
-        Returns:
-            The losses.
-
-        Raises:
-            KernelError: If the run failed.
-        """
-        given = {stacked(name): array for name, array in feeds.items()}
-        binding = self.session.io_binding()
-        for name in (value.name for value in self.session.get_inputs()):
-            memory: Memory
-            if name in self.packed:
-                group, index = self.packed[name]
-                memory = group.arrays[index][turn]
-            elif name in self.constants:
-                memory = self.constants[name]
-            else:
-                memory = given[name] if name in given else buffers(name, turn)[0]
-            binding.bind_ortvalue_input(name, ort_value(memory))
-        binding.bind_output(LOSSES)
-        for name in (name for name in self.states if name not in self.packed):
-            binding.bind_ortvalue_output(state_output(name), ort_value(buffers(name, turn)[1]))
-        for name, (group, index) in self.packed.items():
-            array = group.arrays[index][1 - turn]
-            binding.bind_ortvalue_output(state_output(name), ort_value(array))
-        with errors_as_ours():
-            self.session.run_with_iobinding(binding)
-        losses: Array = binding.get_outputs_as_ortvaluevector()[0].numpy().copy()
-        return losses
 
 
 def repeat(

@@ -26,6 +26,7 @@ from ortops.graph.edit import (
     prune,
     read_inputs,
     replace_value,
+    values_of,
 )
 from ortops.graph.tensor import Names, Tape, Tensor, op
 
@@ -271,9 +272,8 @@ def _keep_gradients(
         scale: The variable that the loss is multiplied by; empty if there is none.
     """
     graph = model.graph
-    values = {value.name: value for value in graph.inputs}
+    values = values_of(graph)
     variable = values.get(scale)
-    values |= {value.name: value for node in graph for value in node.outputs}
     outputs = [values[name] for name in shown]
     tape = Tape(graph, names=Names(graph))
     for name, output in (*gradients.items(), *carried.items()):

@@ -142,16 +142,9 @@ def check_updates(step: Step) -> None:
     }
     outputs = {value.name: value for value in graph.outputs}
     for name, output in step.updates.items():
-        read: set[str] = set()
-        pending, seen = [outputs[output]], {outputs[output]}
-        while pending:
-            value = pending.pop()
-            if value in owners:
-                read.add(owners[value])
-            elif (node := value.producer()) is not None:
-                fresh = [each for each in read_inputs(node) if each not in seen]
-                seen.update(fresh)
-                pending += fresh
+        nodes = ancestor_nodes(outputs[output], set(owners))
+        values = (outputs[output], *(value for node in nodes for value in read_inputs(node)))
+        read = {owners[value] for value in values if value in owners}
         if len(read) > 1:
             raise UnsupportedError(
                 f"optimizer_in_backward: the update of '{name}' reads the gradients of "

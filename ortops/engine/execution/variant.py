@@ -21,7 +21,7 @@ from ortops.engine.execution.onnxruntime_sessions import (
 )
 from ortops.engine.execution.placement import PlacedNode, nodes_of, placed_nodes
 from ortops.engine.execution.providers import WEBGPU, check_float16
-from ortops.engine.execution.repetition import Repetition, repeat
+from ortops.engine.execution.repetition import LOSSES, repeat, stacked, state_output
 from ortops.engine.execution.template import Template
 from ortops.engine.execution.update_groups import is_scalar
 from ortops.engine.execution.updates_in_graph import (
@@ -137,13 +137,41 @@ class Variant:
         self.bindings = [each.as_update() for each in bound] if self.in_place else bound
 
     @functools.cached_property
-    def repetition(self) -> Repetition:
-        """Runs several steps at once."""
+    def _repetition(self) -> tuple[InferenceSession, Mapping[str, str]]:
+        """A session that makes several steps in a run, and its states with their next values."""
         states = {**self.template.unpacked, **dict(zip(self.inputs, self.outputs, strict=True))}
         step = self.template.step
         model = repeat(self.graph, states, self.inputs, step.feeds, step.loss)
-        session = self.template.sessions.open(model)
-        return Repetition(session, states, self.inputs, self.constants)
+        return self.template.sessions.open(model), states
+
+    def repeat(self, buffers: Buffers, turn: int, feeds: Mapping[str, Array]) -> Array:
+        """Makes several steps in one run.
+
+        Args:
+            buffers: Returns the memory of variables.
+            turn: Which of the two buffers of a variable to read.
+            feeds: The batches of each input, stacked along axis 0.
+
+        Returns:
+            The losses.
+
+        Raises:
+            KernelError: If the run failed.
+        """
+        session, states = self._repetition
+        read = _memory_read(self, buffers, turn)
+        read |= {stacked(name): array for name, array in feeds.items()}
+        written, _ = _memory_written(self, buffers, turn)
+        binding = session.io_binding()
+        for value in session.get_inputs():
+            binding.bind_ortvalue_input(value.name, ort_value(read[value.name]))
+        binding.bind_output(LOSSES)
+        for name, output in states.items():
+            binding.bind_ortvalue_output(state_output(name), ort_value(written[output]))
+        with errors_as_ours():
+            session.run_with_iobinding(binding)
+        losses: Array = binding.get_outputs_as_ortvaluevector()[0].numpy().copy()
+        return losses
 
 
 def _frozen_bytes(graph: ir.Graph) -> int:

@@ -59,6 +59,7 @@ from ortops.graph.edit import (
     read_inputs,
     remove_defaults,
     remove_unread,
+    values_of,
 )
 from ortops.graph.faults import use_exact_products
 from ortops.graph.files import loading
@@ -365,8 +366,7 @@ def evaluation_model(
     metadata = training_metadata(light.proto, entry)
     model = prepare(convert.to_ir(_concatenate(light, entry), given_away=True))
     graph = model.graph
-    values = {value.name: value for value in (*graph.inputs, *graph.initializers.values())}
-    values |= {value.name: value for node in graph for value in node.outputs}
+    values = values_of(graph)
     for name, source in (*metadata.training_copies.items(), *metadata.dropouts.items()):
         if name in values and source in values:
             values[name].replace_all_uses_with(values[source], replace_graph_outputs=True)
@@ -399,11 +399,11 @@ def evaluation_model(
     return EvaluationModel(made, parts, names, {n: kind for n, kind in kinds.items() if kind})
 
 
-def _array_named(name: str, values: Mapping[str | None, ir.Value]) -> ir.Value:
+def _array_named(name: str, values: Mapping[str, ir.Value]) -> ir.Value:
     """Returns a tensor by name; for the maps of a ZipMap, the tensor that they are made from."""
     if name not in values:
-        known = [each for each in values if each]
-        raise OrtopsError(f"outputs: the model has no tensor '{name}'; {did_you_mean(name, known)}")
+        hint = did_you_mean(name, values)
+        raise OrtopsError(f"outputs: the model has no tensor '{name}'; {hint}")
     value = mapped_tensor(values[name]) or values[name]
     if isinstance(value.type, ir.SequenceType | ir.OptionalType):
         raise OrtopsError(
