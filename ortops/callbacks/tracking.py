@@ -6,7 +6,6 @@ import contextlib
 import numbers
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -24,29 +23,9 @@ _FORBIDDEN = re.compile(r"[^\w\-. /]", re.ASCII)
 """What MLflow does not allow in names."""
 
 
-class _Run(ABC):
-    """A run of a tracking tool.
+class _Wandb:
+    """A run of Weights & Biases; its identifier is the tool's name of it."""
 
-    Attributes:
-        identifier: The tool's name of the run.
-    """
-
-    identifier: str
-
-    @abstractmethod
-    def parameters(self, values: Mapping[str, object]) -> None:
-        """Records hyper-parameters."""
-
-    @abstractmethod
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
-        """Records metrics of a step."""
-
-    @abstractmethod
-    def finish(self, outcome: str) -> None:
-        """Ends the run as "FINISHED", "KILLED" or "FAILED"."""
-
-
-class _Wandb(_Run):
     def __init__(self, settings: dict[str, Any], identifier: str) -> None:
         module = optional_module("Tracker", "wandb", "wandb")
         if identifier:
@@ -61,10 +40,13 @@ class _Wandb(_Run):
         self._run.log(dict(values), step=step)
 
     def finish(self, outcome: str) -> None:
+        """Ends the run as "FINISHED", "KILLED" or "FAILED"."""
         self._run.finish(exit_code=int(outcome != "FINISHED"))
 
 
-class _MLflow(_Run):
+class _MLflow:
+    """A run of MLflow, with the methods of `_Wandb`."""
+
     def __init__(self, settings: dict[str, Any], identifier: str) -> None:
         module = optional_module("Tracker", "mlflow", "mlflow", "mlflow-skinny")
         self._entities: Any = optional_module(
@@ -171,7 +153,7 @@ class Tracker(Callback):
         for name in settings if backend == "mlflow" else ():
             choice("Tracker: a setting of mlflow", name, known)
         self._settings, self._identifier = settings, ""
-        self._run: _Run | None = None
+        self._run: _Wandb | _MLflow | None = None
         self._outcome = "FAILED"
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
