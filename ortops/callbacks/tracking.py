@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from ortops._common.arguments import choice, whole_number
 from ortops._common.optional import optional_module
-from ortops.callbacks.monitor import Monitor, begins_anew, is_line_due
+from ortops.callbacks.monitor import Monitor, _Recording, begins_anew, grouped
 from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, OrtopsError
@@ -92,7 +92,7 @@ _REMEDIES = {
 }
 
 
-class Tracker(Callback):
+class Tracker(_Recording):
     """Records a training with Weights & Biases or MLflow.
 
     Hyper-parameters are the arguments of `fit` that determine the rows, the learning rate, the
@@ -123,8 +123,6 @@ class Tracker(Callback):
         >>> tracker = Tracker("wandb", project="digits", mode="offline", parameters={"width": 64})
         >>> # session.fit(data, callbacks=[tracker])
     """
-
-    writes = True
 
     def __init__(
         self,
@@ -166,19 +164,6 @@ class Tracker(Callback):
         with self._named("record the parameters"):
             self._run.parameters(_described(session) | self._parameters)
 
-    def on_step(self, record: Record, session: TrainingSession) -> None:
-        """Records the metrics of a step."""
-        if self.every is not None and is_line_due(record, self.every):
-            self._add("step", record)
-
-    def on_validation(self, record: Record, session: TrainingSession) -> None:
-        """Records the metrics of a validation within an epoch."""
-        self._add("step", record)
-
-    def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Records the metrics of an epoch."""
-        self._add("epoch", record)
-
     def on_end(self, record: Record, session: TrainingSession) -> None:
         """Remembers how the training ended."""
         self._outcome = "KILLED" if record.interrupted else "FINISHED"
@@ -190,11 +175,10 @@ class Tracker(Callback):
             with self._named("end the run"):
                 run.finish(self._outcome)
 
-    def _add(self, group: str, record: Record) -> None:
+    def _add(self, event: str, record: Record) -> None:
         assert self._run is not None
-        values = {f"{group}/{n}": value for n, value in record.values.items() if n != "steps"}
         with self._named(f"record the metrics of step {record.step}"):
-            self._run.metrics(values, record.step)
+            self._run.metrics(grouped(event, record), record.step)
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
