@@ -150,7 +150,7 @@ def open_data(
         found = _of_rows(made, inputs, batch_size, more)
     elif more:
         raise _no_rows(more)
-    elif is_function:
+    elif is_function and not _is_read_by_number(data):
         found = _function(data, inputs, batch_size, collate, group_by_length)
     else:
         found = _of_batches(data, inputs, batch_size, epochs)
