@@ -12,7 +12,7 @@ from ortops.engine.training import foreign_arrays
 from ortops.engine.training.arrow import ArrowRows
 from ortops.engine.training.feeds import Feeds, Inputs
 from ortops.engine.training.padding import Pad, ragged_axes
-from ortops.engine.training.row_data import RowData, Rows, in_batches
+from ortops.engine.training.row_data import Division, RowData, Rows
 from ortops.errors import ArgumentError, FeedError
 
 Collate: TypeAlias = Callable[[list[Any]], Feeds] | Pad | str
@@ -230,7 +230,7 @@ def _lengths(
         return found
     own = [name for name in inputs if name not in inputs.of_loss and ragged_axes(name, inputs)]
     rows = np.arange(len(samples))
-    parts = (part for block in in_batches(rows, _AT_ONCE) for part in samples.samples(block))
+    parts = (part for block in Division(rows, _AT_ONCE) for part in samples.samples(block))
     try:
         return np.array([_length(sample, own, inputs) for sample in parts])
     except (FeedError, LookupError) as error:
