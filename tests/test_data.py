@@ -308,6 +308,7 @@ def test_nothing_is_lost_silently() -> None:
 
 def test_a_sequence_of_batches_is_told_by_its_axes() -> None:
     check_batches(lambda: Numbered(cut(affine_batch(ROWS))))
+    check_batches(lambda: Called(cut(affine_batch(ROWS))))
 
 
 class Numbered:
@@ -321,6 +322,13 @@ class Numbered:
 
     def __getitem__(self, place: int) -> Any:
         return self.items[place]
+
+
+class Called(Numbered):
+    """Can be called, too, but is no function that returns data."""
+
+    def __call__(self) -> None:
+        raise NotImplementedError
 
 
 def test_samples_of_numbers() -> None:

@@ -13,6 +13,8 @@ from training_models import Arrays, affine, affine_batch, assert_same_arrays, cl
 
 from ortops import ArgumentError, FeedError, OrtopsError, TrainingSession, build_training_model
 from ortops.callbacks import Callback
+from ortops.engine.training.data import open_data
+from ortops.engine.training.validation_split import split_source
 from ortops.optimizers import SGD, Adam
 
 ROWS = 13
@@ -204,3 +206,11 @@ def test_a_fixed_batch_needs_whole_batches_in_both_parts() -> None:
         session.fit(data, batch_size=4, validation_split=0.4)
     history = session.fit(data, batch_size=4, validation_split=1 / 3, progress=False)
     assert history[0]["steps"] == 2
+
+
+def test_a_thread_reads_ahead_what_is_for_training() -> None:
+    data = affine_batch(ROWS)
+    session = TrainingSession(trainable())
+    for form in (data, cut(data, 2), Samples(data)):
+        source = open_data(form, session.inputs, batch_size=2, prefetch=3)
+        assert [part.prefetch for part in split_source(source, 0.3)] == [3, 0]

@@ -47,6 +47,14 @@ class _OfBest(_Monitoring):
         """The epoch and the step of the best value."""
         return self._monitor.epoch, self._monitor.steps
 
+    def _replay(self, record: Record) -> None:
+        """Adds the finished epochs of a resumed fit."""
+        self._due = False
+        for epoch, values in self._monitor.seen(record.history):
+            is_best = self._monitor.improves(epoch, values, values.get("steps", 0))
+            # If it is the present one, the process may have ended before it was kept.
+            self._due = is_best and self._monitor.is_present(values, record)
+
     def _improves(self, record: Record) -> bool:
         return self._monitor.improves(record.epoch, record.values, record.step)
 
@@ -136,17 +144,13 @@ class EarlyStopping(_OfBest):
             check_path("EarlyStopping", self._file)
         self._monitor.begin(record)
         self._monitor.forget()
-        seen = self._monitor.seen(record.history)
-        for epoch, values in seen:
-            self._monitor.improves(epoch, values, values.get("steps", 0))
+        self._replay(record)
         if self._monitor.waited < self.patience:  # patience may have been increased
             self._reason = ""
         if self._reason:
             record.stop(self._reason)
             if self._restored:
                 return
-        is_last = bool(seen) and self._monitor.is_best(*seen[-1])
-        self._due = is_last and self._monitor.is_present(seen[-1][1], record)
         if begins_anew(record) or not self.best_epoch:
             self._kept, self._restored = None, False
         elif not self._due:
@@ -307,11 +311,8 @@ class BestModel(_OfBest):
         """Checks that the file can be written, and adds the finished epochs of a resumed fit."""
         check_path("BestModel", self.path)
         self._monitor.begin(record)
-        self._before, self._due = self.best, False
-        for epoch, values in self._monitor.seen(record.history):
-            # If it is the present one, the process may have ended before the file was written.
-            is_best = self._monitor.improves(epoch, values, values.get("steps", 0))
-            self._due = is_best and self._monitor.is_present(values, record)
+        self._before = self.best
+        self._replay(record)
         if record.history and self.best_epoch and not self._due and not self.path.exists():
             logger.warning(
                 "BestModel: there is no '%s' yet; it will be written when an epoch is better "

@@ -16,8 +16,9 @@ from typing import Any, BinaryIO
 from ortops._common.arguments import whole_number
 from ortops._common.optional import optional_module
 from ortops.callbacks.monitor import (
+    _Recording,
     begins_anew,
-    is_line_due,
+    grouped,
     path_of,
     remembered,
 )
@@ -157,7 +158,7 @@ def _csv(columns: list[str], rows: list[dict[str, Any]], *, header: bool) -> str
     return csv_text([columns, *cells] if header else cells)
 
 
-class JSONLines(_Log):
+class JSONLines(_Recording, _Log):
     """Writes the metrics of epochs and validations, and optionally of steps, as JSON Lines.
 
     A new fit overwrites the file; a resumed one continues it at the resume position. Non-finite
@@ -188,20 +189,7 @@ class JSONLines(_Log):
         super().__init__(path, append=append)
         self.every = None if every is None else whole_number("JSONLines: every", every, 1)
 
-    def on_step(self, record: Record, session: TrainingSession) -> None:
-        """Writes the line of a step."""
-        if self.every is not None and is_line_due(record, self.every):
-            self._line("step", record)
-
-    def on_validation(self, record: Record, session: TrainingSession) -> None:
-        """Writes the line of a validation within an epoch."""
-        self._line("validation", record)
-
-    def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Writes the line of an epoch."""
-        self._line("epoch", record)
-
-    def _line(self, event: str, record: Record) -> None:
+    def _add(self, event: str, record: Record) -> None:
         numbers = {
             name: value if math.isfinite(value) else None for name, value in record.values.items()
         }
@@ -210,7 +198,7 @@ class JSONLines(_Log):
         self._write(json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n")
 
 
-class TensorBoard(Callback):
+class TensorBoard(_Recording):
     """Writes event files for TensorBoard: ``tensorboard --logdir <folder>``.
 
     Metrics of epochs are called ``epoch/<name>``, those of steps, and of validations within epochs,
@@ -231,16 +219,10 @@ class TensorBoard(Callback):
         >>> board = TensorBoard("runs/first", every=10)  # session.fit(data, callbacks=[board])
     """
 
-    writes = True
-
     def __init__(self, folder: str | os.PathLike[str], *, every: int = 1) -> None:
         self.folder = path_of("TensorBoard", folder)
         self.every = whole_number("TensorBoard: every", every, 1)
         self._writer: Any = None
-
-    def on_validation(self, record: Record, session: TrainingSession) -> None:
-        """Writes the metrics of a validation within an epoch."""
-        self._add("step", record)
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
         """Opens an event file."""
@@ -249,24 +231,15 @@ class TensorBoard(Callback):
         purged = None if begins_anew(record) else session.steps_done + 1
         self._writer = module.SummaryWriter(os.fspath(self.folder), purge_step=purged)
 
-    def on_step(self, record: Record, session: TrainingSession) -> None:
-        """Writes the metrics of a step."""
-        if is_line_due(record, self.every):
-            self._add("step", record)
-
-    def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Writes the metrics of an epoch."""
-        self._add("epoch", record)
-        self._writer.flush()
-
     def on_close(self) -> None:
         """Closes the file, also if the training has failed."""
         self._close()
 
-    def _add(self, group: str, record: Record) -> None:
-        for name, value in record.values.items():
-            if name != "steps":
-                self._writer.add_scalar(f"{group}/{name}", value, record.step)
+    def _add(self, event: str, record: Record) -> None:
+        for name, value in grouped(event, record).items():
+            self._writer.add_scalar(name, value, record.step)
+        if event == "epoch":
+            self._writer.flush()
 
     def _close(self) -> None:
         if self._writer is not None:

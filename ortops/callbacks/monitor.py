@@ -194,6 +194,35 @@ def is_line_due(record: Record, every: int) -> bool:
     return record.batch - last >= every
 
 
+class _Recording(Callback):
+    """Base class of callbacks that record the numbers of epochs, validations, and some steps."""
+
+    writes = True
+    every: int | None  # the number of batches between records of steps, if there are any
+
+    def on_step(self, record: Record, session: TrainingSession) -> None:
+        """Records the metrics of a step."""
+        if self.every is not None and is_line_due(record, self.every):
+            self._add("step", record)
+
+    def on_validation(self, record: Record, session: TrainingSession) -> None:
+        """Records the metrics of a validation within an epoch."""
+        self._add("validation", record)
+
+    def on_epoch(self, record: Record, session: TrainingSession) -> None:
+        """Records the metrics of an epoch."""
+        self._add("epoch", record)
+
+    def _add(self, event: str, record: Record) -> None:
+        raise NotImplementedError
+
+
+def grouped(event: str, record: Record) -> dict[str, float]:
+    """Returns what to record, named for tools that show steps and epochs apart."""
+    group = "epoch" if event == "epoch" else "step"
+    return {f"{group}/{name}": n for name, n in record.values.items() if name != "steps"}
+
+
 def remembered(
     who: str, state: Mapping[str, Any], name: str, *, whole: bool = False
 ) -> float | int:

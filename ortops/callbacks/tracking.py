@@ -6,13 +6,12 @@ import contextlib
 import numbers
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 from ortops._common.arguments import choice, whole_number
 from ortops._common.optional import optional_module
-from ortops.callbacks.monitor import Monitor, begins_anew, is_line_due
+from ortops.callbacks.monitor import Monitor, _Recording, begins_anew, grouped
 from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, OrtopsError
@@ -24,29 +23,9 @@ _FORBIDDEN = re.compile(r"[^\w\-. /]", re.ASCII)
 """What MLflow does not allow in names."""
 
 
-class _Run(ABC):
-    """A run of a tracking tool.
+class _Wandb:
+    """A run of Weights & Biases; its identifier is the tool's name of it."""
 
-    Attributes:
-        identifier: The tool's name of the run.
-    """
-
-    identifier: str
-
-    @abstractmethod
-    def parameters(self, values: Mapping[str, object]) -> None:
-        """Records hyper-parameters."""
-
-    @abstractmethod
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
-        """Records metrics of a step."""
-
-    @abstractmethod
-    def finish(self, outcome: str) -> None:
-        """Ends the run as "FINISHED", "KILLED" or "FAILED"."""
-
-
-class _Wandb(_Run):
     def __init__(self, settings: dict[str, Any], identifier: str) -> None:
         module = optional_module("Tracker", "wandb", "wandb")
         if identifier:
@@ -61,10 +40,13 @@ class _Wandb(_Run):
         self._run.log(dict(values), step=step)
 
     def finish(self, outcome: str) -> None:
+        """Ends the run as "FINISHED", "KILLED" or "FAILED"."""
         self._run.finish(exit_code=int(outcome != "FINISHED"))
 
 
-class _MLflow(_Run):
+class _MLflow:
+    """A run of MLflow, with the methods of `_Wandb`."""
+
     def __init__(self, settings: dict[str, Any], identifier: str) -> None:
         module = optional_module("Tracker", "mlflow", "mlflow", "mlflow-skinny")
         self._entities: Any = optional_module(
@@ -110,7 +92,7 @@ _REMEDIES = {
 }
 
 
-class Tracker(Callback):
+class Tracker(_Recording):
     """Records a training with Weights & Biases or MLflow.
 
     Hyper-parameters are the arguments of `fit` that determine the rows, the learning rate, the
@@ -142,8 +124,6 @@ class Tracker(Callback):
         >>> # session.fit(data, callbacks=[tracker])
     """
 
-    writes = True
-
     def __init__(
         self,
         backend: Backend,
@@ -171,7 +151,7 @@ class Tracker(Callback):
         for name in settings if backend == "mlflow" else ():
             choice("Tracker: a setting of mlflow", name, known)
         self._settings, self._identifier = settings, ""
-        self._run: _Run | None = None
+        self._run: _Wandb | _MLflow | None = None
         self._outcome = "FAILED"
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
@@ -184,19 +164,6 @@ class Tracker(Callback):
         with self._named("record the parameters"):
             self._run.parameters(_described(session) | self._parameters)
 
-    def on_step(self, record: Record, session: TrainingSession) -> None:
-        """Records the metrics of a step."""
-        if self.every is not None and is_line_due(record, self.every):
-            self._add("step", record)
-
-    def on_validation(self, record: Record, session: TrainingSession) -> None:
-        """Records the metrics of a validation within an epoch."""
-        self._add("step", record)
-
-    def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Records the metrics of an epoch."""
-        self._add("epoch", record)
-
     def on_end(self, record: Record, session: TrainingSession) -> None:
         """Remembers how the training ended."""
         self._outcome = "KILLED" if record.interrupted else "FINISHED"
@@ -208,11 +175,10 @@ class Tracker(Callback):
             with self._named("end the run"):
                 run.finish(self._outcome)
 
-    def _add(self, group: str, record: Record) -> None:
+    def _add(self, event: str, record: Record) -> None:
         assert self._run is not None
-        values = {f"{group}/{n}": value for n, value in record.values.items() if n != "steps"}
         with self._named(f"record the metrics of step {record.step}"):
-            self._run.metrics(values, record.step)
+            self._run.metrics(grouped(event, record), record.step)
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:

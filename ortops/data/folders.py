@@ -113,7 +113,7 @@ class ImageFolder(RowData):
         self, order: np.random.Generator | None, batch_size: int
     ) -> list[npt.NDArray[np.int64]]:
         """Returns the numbers of the rows of each batch of an epoch."""
-        return self._rows.arrange(order, batch_size)
+        return list(self._rows.arrange(order, batch_size))
 
 
 def image_folder(

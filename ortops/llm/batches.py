@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ortops._common.arguments import choice, whole_number
 from ortops.engine.training.feeds import Inputs
-from ortops.engine.training.row_data import grouped, in_batches
+from ortops.engine.training.row_data import Division, grouped
 from ortops.engine.training.session import TrainingSession
 from ortops.engine.training.validation_split import hold_out
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
@@ -146,7 +146,7 @@ class Batches:
         self, units: Sequence[Any], batch_size: int, padding: str = "right"
     ) -> Iterator[dict[str, npt.NDArray[Any]]]:
         """Yields batches of rows, with the inputs that a step reads."""
-        for rows in in_batches(units, batch_size):
+        for rows in Division(units, batch_size):
             yield self._feeds(self.kind.batch(rows, padding))
 
     def _feeds(self, batch: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:

@@ -22,7 +22,7 @@ from ortops._common.notes import notes_as_details
 from ortops.engine.building.builder import build_light
 from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.history import History
-from ortops.engine.training.row_data import count_batches
+from ortops.engine.training.row_data import Division
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph.adapters import adapter_of
@@ -305,7 +305,7 @@ class FineTuning:
             )
             return self._batches.of(units, batch_size, padding)
 
-        count = count_batches(len(examples), batch_size)
+        count = len(Division(examples, batch_size))
         steps = whole_number("epochs", epochs, 1) * count
         callbacks = [*settings.pop("callbacks", ()), Estimate(steps)]
         callbacks += self._writer.checkpoints(save, save_steps)

@@ -17,7 +17,7 @@ from ortops.engine.training.arrow import is_arrow, open_arrow
 from ortops.engine.training.feeds import Checked, Feeds, Inputs
 from ortops.engine.training.foreign_arrays import RowIndex
 from ortops.engine.training.prefetch import Prefetcher
-from ortops.engine.training.row_data import RowData, count_batches, in_batches
+from ortops.engine.training.row_data import Division, RowData
 from ortops.engine.training.samples import Collate, check_collate, sample_rows
 from ortops.errors import FREE_BATCH, FeedError
 
@@ -150,7 +150,7 @@ def open_data(
         found = _of_rows(made, inputs, batch_size, more)
     elif more:
         raise _no_rows(more)
-    elif is_function:
+    elif is_function and not _is_read_by_number(data):
         found = _function(data, inputs, batch_size, collate, group_by_length)
     else:
         found = _of_batches(data, inputs, batch_size, epochs)
@@ -272,9 +272,12 @@ def _of_rows(
             )
 
     def epoch(number: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
-        batches: list[Any] = data.arrange(order, batch_size)
+        batches: Sequence[Any] = data.arrange(order, batch_size)
         _check_start(start, len(batches))
-        for rows in batches[start:]:
+        for place in range(start, len(batches)):
+            rows = batches[place]
+            if isinstance(rows, range):  # of a slice, arrays return views
+                rows = slice(rows.start, rows.stop)
             batch: Any = data.read(rows, inputs, number)
             if added:
                 batch = dict(inputs.named(batch))
@@ -288,7 +291,7 @@ def _of_rows(
         rest = {name: array[begin:end] for name, array in added.items()}
         return _of_rows(data.part(begin, end), inputs, batch_size, rest)
 
-    return Source(size, count_batches(size, batch_size), epoch, part, _keeps=data.keeps)
+    return Source(size, len(Division(range(size), batch_size)), epoch, part, _keeps=data.keeps)
 
 
 class _ReadRows(RowData):
@@ -320,11 +323,8 @@ class _ReadRows(RowData):
     def check(self, inputs: Inputs) -> None:
         pass  # each batch is
 
-    def arrange(self, order: np.random.Generator | None, batch_size: int) -> list[Any]:
-        if order is not None:
-            return super().arrange(order, batch_size)
-        parts = in_batches(range(self._size), batch_size)
-        return [slice(part.start, part.stop) for part in parts]  # of which arrays return views
+    def permutation(self, order: np.random.Generator | None) -> Any:
+        return range(self._size) if order is None else super().permutation(order)
 
     def read(self, rows: RowIndex, inputs: Inputs, epoch: int) -> Feeds:
         return self._read(rows)

@@ -245,7 +245,6 @@ class Evaluator:
     def evaluate(
         self,
         data: Data,
-        *,
         batch_size: int,
         metrics: str | Metric | Sequence[str | Metric],
         ema: bool,
@@ -324,7 +323,6 @@ class Evaluator:
     def predict(
         self,
         data: Data,
-        *,
         batch_size: int,
         outputs: str | Sequence[str] | None,
         ema: bool,

@@ -64,14 +64,20 @@ class FitOptions(TypedDict, total=False):
         int,
         Option(
             *(1, "passes over the data (default: 1)", "N"),
-            **(_FROM_0 | {"saved": _COUNT, "in_estimators": True, "tried": (1, 2, 3)}),
+            **_FROM_0,
+            saved=_COUNT,
+            in_estimators=True,
+            tried=(1, 2, 3),
         ),
     ]
     batch_size: Annotated[
         int,
         Option(
             *(32, "--batch-size, with the data"),
-            **(_WHOLE | {"saved": _COUNT, "in_estimators": True, "tried": (5, 4, 1, 16)}),
+            **_WHOLE,
+            saved=_COUNT,
+            in_estimators=True,
+            tried=(5, 4, 1, 16),
         ),
     ]
     shuffle: Annotated[bool, Option(True, _IN_ORDER, **_SWITCH, saved=_BOOLEAN, in_estimators=True)]
@@ -99,7 +105,8 @@ class FitOptions(TypedDict, total=False):
         int | None,
         Option(
             *(None, "also evaluate the validation data within epochs, every N steps", "N"),
-            **(_WHOLE | {"tried": (None, 1, 2, 3)}),
+            **_WHOLE,
+            tried=(None, 1, 2, 3),
         ),
     ]
     max_steps: Annotated[
@@ -130,10 +137,8 @@ class FitOptions(TypedDict, total=False):
     train_metrics: Annotated[
         bool,
         Option(
-            *(
-                False,
-                "compute the metrics on the training data, too, from the outputs of the steps",
-            ),
+            False,
+            "compute the metrics on the training data, too, from the outputs of the steps",
             metavar="",
             **_SWITCH,
         ),
@@ -146,13 +151,15 @@ class FitOptions(TypedDict, total=False):
         int,
         Option(
             *(1, "accumulate gradients over K batches per update (default: 1)", "K"),
-            **(_WHOLE | {"saved": _COUNT, "tried": (1, 2, 3, 4)}),
+            **_WHOLE,
+            saved=_COUNT,
+            tried=(1, 2, 3, 4),
         ),
     ]
-    prefetch: Annotated[int, Option(0, _IN_PYTHON, **(_FROM_0 | {"tried": (0, 1, 2, 3)}))]
+    prefetch: Annotated[int, Option(0, _IN_PYTHON, **_FROM_0, tried=(0, 1, 2, 3))]
     resume: Annotated[bool, Option(False, "--resume", check="boolean")]
     progress: Annotated[bool, Option(True, "--quiet", **_SWITCH, in_estimators=True)]
-    stop_on_nan: Annotated[bool, Option(True, _IN_PYTHON, **(_SWITCH | {"tried": (True, False)}))]
+    stop_on_nan: Annotated[bool, Option(True, _IN_PYTHON, check="boolean", tried=(True, False))]
     detect_anomaly: Annotated[bool, Option(False, _IN_PYTHON, **_SWITCH)]
     fast_dev_run: Annotated[bool, Option(False, _IN_PYTHON, check="boolean")]
     entry: Annotated["int | str | None", Option(None, _IN_PYTHON)]

@@ -18,7 +18,7 @@ from ortops.engine.training.fit_options import FitOptions, checked_options
 from ortops.engine.training.history import History
 from ortops.engine.training.interruption import Interruption
 from ortops.engine.training.limits import DEV_STEPS, Limits
-from ortops.engine.training.loop import Loop, Work
+from ortops.engine.training.loop import Loop
 from ortops.engine.training.position import EpochState, Position, call_of
 from ortops.engine.training.sample_weights import weigh
 from ortops.engine.training.schedule_length import planned_steps, set_length, steps_left
@@ -185,8 +185,10 @@ class Fitting:
         if begun is not None and _has_ended(begun, limits, trainer.steps_done):
             return begun.epoch_state.history
         set_length(trainer, {**call, "epochs": wanted[0]}, wanted[1], new=begun is None)
-        work = Work(given, source, validation, limits, measured, anomalies, directions, position)
-        loop = Loop(trainer, strategy, work, Interruption(_run.__code__))
+        loop = Loop(
+            *(trainer, strategy, given, source, validation, position, limits),
+            *(measured, anomalies, directions, Interruption(_run.__code__)),
+        )
         strategy.show(measured.outputs if measured else [])
         if begun is not None and given["epochs"] > planned and strategy.leads:
             _warn_if_schedule_ends(trainer, position, given["max_steps"])

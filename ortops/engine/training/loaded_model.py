@@ -123,7 +123,7 @@ class LoadedModel:
         model: The model; not changed.
         entry: Which training_info entry a step runs; None for all of them in order.
         kernels: See `ortops.TrainingSession`, as for all other arguments.
-        options: Options for the onnxruntime sessions.
+        sess_options: Options for the onnxruntime sessions.
         providers: Execution providers for the onnxruntime sessions.
         recompute: Which activations to keep.
         settings: How steps are executed.
@@ -155,7 +155,7 @@ class LoadedModel:
         entry: int | str | None,
         *,
         kernels: UpdateKernels,
-        options: onnxruntime.SessionOptions | None,
+        sess_options: onnxruntime.SessionOptions | None,
         providers: Sequence[Any] | None,
         recompute: Checkpoint | None,
         outputs: Sequence[str] | None,
@@ -165,8 +165,8 @@ class LoadedModel:
         self.light, self.entries = copy_to_memory(model, entry)
         self.loaded = self.entries
         self.proto = self.light.proto
-        self.options = options
-        self.providers = choose_providers(providers, options)
+        self.options = sess_options
+        self.providers = choose_providers(providers, sess_options)
         if outputs is not None:
             _check_outputs(self.proto, outputs)
         self.usage = Usage()
@@ -197,7 +197,7 @@ class LoadedModel:
             rules=RULES,
             kernels=kernels,
             settings=self.settings,
-            options=options,
+            options=sess_options,
             providers=self.providers,
             recompute=self._in_training_mode(recompute),
             names=names,

@@ -33,57 +33,42 @@ from ortops.errors import DivergedError, OrtopsError
 logger = logging.getLogger("ortops")
 
 
-@dataclass
-class Work:
-    """What a call of `fit` works with.
+@dataclass(eq=False)
+class Loop:
+    """A call of `fit`, from a position on.
 
     Attributes:
+        trainer: The session.
+        strategy: How it makes steps.
         options: The arguments of `fit`.
         source: The training data.
         validation: The validation data, if any.
+        position: The position in the training.
         limits: When validation is due within an epoch, and when training ends.
         measured: The metrics of training, if any.
         anomalies: What explains values that are not finite, if asked for.
         directions: See `Record`.
-        position: Where training begins.
+        interruption: Records a signal.
+        history: The entries of the finished epochs.
+        calls: Calls the callbacks.
     """
 
+    trainer: Trainer
+    strategy: StepStrategy
     options: FitOptions
     source: Source
     validation: Source | None
+    position: Position
     limits: Limits
     measured: TrainingMetrics | None
     anomalies: Anomalies | None
     directions: Mapping[str, bool | None]
-    position: Position
+    interruption: Interruption
 
-
-class Loop:
-    """A call of `fit`, from a position on.
-
-    Args:
-        trainer: The session.
-        strategy: How it makes steps.
-        work: What it works with.
-        interruption: Records a signal.
-
-    Attributes:
-        position: The position in the training.
-        history: The entries of the finished epochs.
-        interruption: See above.
-        calls: Calls the callbacks.
-    """
-
-    def __init__(
-        self, trainer: Trainer, strategy: StepStrategy, work: Work, interruption: Interruption
-    ) -> None:
-        self.trainer, self.strategy, self.interruption = trainer, strategy, interruption
-        self.options, self.source, self.limits = work.options, work.source, work.limits
-        self.validation, self.directions = work.validation, work.directions
-        self.measured, self.anomalies = work.measured, work.anomalies
-        self.calls = Calls(trainer, work.options["callbacks"], leads=strategy.leads)
-        epoch_state = work.position.epoch_state
-        self.history = epoch_state.history
+    def __post_init__(self) -> None:
+        trainer, strategy = self.trainer, self.strategy
+        self.calls = Calls(trainer, self.options["callbacks"], leads=strategy.leads)
+        self.history = self.position.epoch_state.history
         self._limit = ""  # why training ends within or after an epoch
         self._cut = False  # whether it ends within one
         self._names = trainer.loss_names()
@@ -96,11 +81,12 @@ class Loop:
         self._losses: list[float] = []
         self._said = False
         self._is_first = True
-        self._clock = time.perf_counter() - work.position.seconds
+        self._clock = time.perf_counter() - self.position.seconds
         self._began = sum(entry.get("seconds", 0.0) for entry in self.history)  # the epoch
-        self.calls.restore(work.position)
+        self.calls.restore(self.position)
+        epoch_state = self.position.epoch_state
         epoch_state = epoch_state._replace(entries=self.history, states=self.calls.states)
-        self.position = work.position._replace(epoch_state=epoch_state)
+        self.position = self.position._replace(epoch_state=epoch_state)
         self._done = self.position  # the end of the epoch before
 
     def run(self) -> None:

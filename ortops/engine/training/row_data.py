@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,32 @@ import numpy.typing as npt
 from ortops.engine.training.feeds import Feeds, Inputs
 
 Rows: TypeAlias = npt.NDArray[np.int64]
-_Sequence = TypeVar("_Sequence", bound=Sequence[Any] | Rows)
 
 _MEGABATCH = 50  # batches
+
+
+class Division(Sequence[Any]):
+    """Rows, or their numbers, divided into batches; the last one has the rest.
+
+    Args:
+        rows: The rows, which are read when a batch is.
+        batch_size: The number of rows per batch.
+
+    Example:
+        >>> list(Division(np.arange(5), 2)), len(Division(range(5), 2))
+        ([array([0, 1]), array([2, 3]), array([4])], 3)
+    """
+
+    def __init__(self, rows: Sequence[Any] | Rows, batch_size: int) -> None:
+        self._rows, self._size = rows, batch_size
+        self._starts = range(0, len(rows), batch_size)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, place: Any) -> Any:
+        start = self._starts[place]
+        return self._rows[start : start + self._size]
 
 
 class RowData(ABC):
@@ -58,7 +81,7 @@ class RowData(ABC):
         """Returns the inputs of which a batch has rows."""
         return inputs.sampled
 
-    def arrange(self, order: np.random.Generator | None, batch_size: int) -> list[Rows]:
+    def arrange(self, order: np.random.Generator | None, batch_size: int) -> Sequence[Rows]:
         """Returns the numbers of the rows of each batch of an epoch.
 
         The number of batches is always the same, and equal states of ``order`` give equal batches.
@@ -71,7 +94,7 @@ class RowData(ABC):
         rows = self.permutation(order)
         if self.lengths is not None and order is not None:
             rows = grouped(rows, self.lengths, batch_size)
-        return in_batches(rows, batch_size)
+        return Division(rows, batch_size)
 
     def permutation(self, order: np.random.Generator | None) -> Rows:
         """Returns the numbers of the rows in the order of an epoch.
@@ -81,27 +104,6 @@ class RowData(ABC):
         """
         size = len(self)
         return np.arange(size) if order is None else order.permutation(size)
-
-
-def in_batches(rows: _Sequence, batch_size: int) -> list[_Sequence]:
-    """Divides rows, or their numbers, into batches; the last one has the rest.
-
-    Example:
-        >>> in_batches(np.arange(5), 2)
-        [array([0, 1]), array([2, 3]), array([4])]
-    """
-    found: Any = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    return found  # type: ignore[no-any-return]
-
-
-def count_batches(rows: int, batch_size: int) -> int:
-    """Returns the number of batches that `in_batches` makes.
-
-    Example:
-        >>> count_batches(5, 2)
-        3
-    """
-    return len(range(0, rows, batch_size))
 
 
 def grouped(order: Rows, lengths: Sequence[int] | npt.NDArray[Any], batch_size: int) -> Rows:

@@ -177,20 +177,23 @@ def _has_arrays(data: object) -> bool:
     return isinstance(data, Mapping) or is_table
 
 
+def _column(data: Any, name: str) -> tuple[Sequence[str], Any]:
+    """Returns the names of the columns of a data set, and one of these; None if it has none."""
+    if isinstance(data, ArrowRows):
+        return data.names, data.column(name)
+    if isinstance(data, Mapping):
+        return list(data), data.get(name)
+    if foreign_arrays.is_stored_table(data):
+        return data.column_names, data[name] if name in data.column_names else None
+    if foreign_arrays.is_table(data):
+        return list(data.columns), foreign_arrays.columns(data, [name]).get(name)
+    return (), None
+
+
 def _weights(data: Any, given: SampleWeight) -> Array:
     """Returns the weights of the rows as an array."""
     if isinstance(given, str):
-        names: Sequence[str] = ()
-        column: Any = None
-        if isinstance(data, ArrowRows):
-            names, column = data.names, data.column(given)
-        elif isinstance(data, Mapping):
-            names, column = list(data), data.get(given)
-        elif foreign_arrays.is_table(data):
-            names, column = list(data.columns), foreign_arrays.columns(data, [given]).get(given)
-        elif foreign_arrays.is_stored_table(data):
-            names = data.column_names
-            column = data[given] if given in names else None
+        names, column = _column(data, given)
         if column is None:
             raise ArgumentError(
                 f"sample_weight: the data have no column '{given}'; "
@@ -258,13 +261,7 @@ def _by_class(
 
 def _balanced(inputs: Inputs, labels: str, data: Any, split: float) -> dict[int, float]:
     """Returns rows / (classes · rows of the class) for each class."""
-    column: Any = None
-    if _has_arrays(data):
-        column = inputs.named(data).get(labels)
-    elif foreign_arrays.is_stored_table(data) and labels in data.column_names:
-        column = data[labels]
-    elif isinstance(data, ArrowRows):
-        column = data.column(labels)
+    _, column = _column(inputs.named(data) if _has_arrays(data) else data, labels)
     if column is None:
         raise FeedError(
             f"class_weight='balanced' needs the classes '{labels}' of all rows in advance; give "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,29 +12,13 @@ from ortops.engine.training import foreign_arrays
 from ortops.engine.training.arrow import ArrowRows
 from ortops.engine.training.feeds import Feeds, Inputs
 from ortops.engine.training.padding import Pad, ragged_axes
-from ortops.engine.training.row_data import RowData, Rows, in_batches
+from ortops.engine.training.row_data import Division, RowData, Rows
 from ortops.errors import ArgumentError, FeedError
 
 Collate: TypeAlias = Callable[[list[Any]], Feeds] | Pad | str
 """What makes a batch of samples: a function, a `Pad`, or ``"pad"``."""
 
 _AT_ONCE = 256  # samples that are read to measure them
-
-
-class Samples(Protocol):
-    """Samples that are read by number."""
-
-    def __len__(self) -> int:
-        """Returns their number."""
-
-    def samples(self, rows: Rows) -> Sequence[Any]:
-        """Returns some of them."""
-
-    def part(self, begin: int, end: int) -> Samples:
-        """Returns those from a first one up to another."""
-
-    def permutation(self, order: np.random.Generator | None) -> Rows:
-        """Returns their numbers in the order of an epoch."""
 
 
 class SampleRows(RowData):
@@ -49,7 +33,7 @@ class SampleRows(RowData):
 
     def __init__(
         self,
-        samples: Samples,
+        samples: _Items | ArrowRows,
         collate: Collate,
         constants: Mapping[str, Any],
         lengths: npt.NDArray[Any] | None = None,
@@ -176,7 +160,7 @@ def sample_rows(
     return SampleRows(samples, collate, constants, lengths)
 
 
-def _samples_of(data: Any, inputs: Inputs) -> tuple[Samples, Mapping[str, Any]]:
+def _samples_of(data: Any, inputs: Inputs) -> tuple[_Items | ArrowRows, Mapping[str, Any]]:
     """Returns samples, and the inputs that are the same in every batch."""
     if isinstance(data, ArrowRows):
         return data, {}
@@ -233,7 +217,7 @@ def _columns(columns: Mapping[str, Any], *, named: bool = True) -> _Items:
 
 
 def _lengths(
-    samples: Samples, inputs: Inputs, given: bool | Sequence[int]
+    samples: _Items | ArrowRows, inputs: Inputs, given: bool | Sequence[int]
 ) -> npt.NDArray[np.int64]:
     """Returns the length of each sample."""
     if given is not True:
@@ -246,7 +230,7 @@ def _lengths(
         return found
     own = [name for name in inputs if name not in inputs.of_loss and ragged_axes(name, inputs)]
     rows = np.arange(len(samples))
-    parts = (part for block in in_batches(rows, _AT_ONCE) for part in samples.samples(block))
+    parts = (part for block in Division(rows, _AT_ONCE) for part in samples.samples(block))
     try:
         return np.array([_length(sample, own, inputs) for sample in parts])
     except (FeedError, LookupError) as error:

@@ -147,17 +147,6 @@ class TrainingSession:
         optimizer_in_backward: bool = False,
         settings: Settings | None = None,
     ) -> None:
-        self._loaded = LoadedModel(
-            model,
-            entry,
-            kernels=kernels,
-            options=sess_options,
-            providers=providers,
-            recompute=recompute,
-            outputs=outputs,
-            settings=settings,
-            optimizer_in_backward=optimizer_in_backward,
-        )
         self._arguments: dict[str, Any] = {
             "kernels": kernels,
             "sess_options": sess_options,
@@ -167,6 +156,7 @@ class TrainingSession:
             "optimizer_in_backward": optimizer_in_backward,
             "settings": settings,
         }
+        self._loaded = LoadedModel(model, entry, **self._arguments)
         self._steps = Steps(self._loaded)
         self._evaluator = Evaluator(self._loaded)
         self._file = ModelFile(self._loaded)
@@ -398,15 +388,9 @@ class TrainingSession:
         collate: Collate | None = None,
     ) -> dict[str, float]:
         """Computes the loss and metrics in inference mode, and changes nothing."""
-        return self._only(entry)._evaluator.evaluate(
-            data,
-            batch_size=batch_size,
-            metrics=metrics,
-            ema=ema,
-            sample_weight=sample_weight,
-            class_weight=class_weight,
-            collate=collate,
-        )
+        weights = sample_weight, class_weight
+        evaluator = self._only(entry)._evaluator
+        return evaluator.evaluate(data, batch_size, metrics, ema, *weights, collate)
 
     @overload
     def predict(
@@ -442,9 +426,7 @@ class TrainingSession:
         collate: Collate | None = None,
     ) -> Array | dict[str, Array]:
         """Computes tensors of the model for all rows in inference mode, and changes nothing."""
-        return self._evaluator.predict(
-            data, batch_size=batch_size, outputs=outputs, ema=ema, collate=collate
-        )
+        return self._evaluator.predict(data, batch_size, outputs, ema, collate)
 
     @_documented_by(Evaluator.row_axis)
     def row_axis(self, name: str) -> int:

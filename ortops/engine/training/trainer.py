@@ -25,7 +25,7 @@ Step: TypeAlias = Callable[[Batch, Sequence[str], Note], object]
 
 
 class Trainer(Protocol):
-    """The interface of a session to what it trains with: the only one, as it imports them."""
+    """The interface of a session for the modules that train it, which it imports itself."""
 
     learning_rate: float
     peak_learning_rate: float

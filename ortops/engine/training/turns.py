@@ -100,6 +100,7 @@ class Turns:
         self._session = session
         self._turns = _checked(turns, sessions)
         self._sessions = {name: sessions[name] for name in self._turns}
+        self._first = next(iter(self._sessions.values()))
         self._strategies = strategies
         check_lengths([each.metadata for each in self._sessions.values()], session.state)
         self._cycle = [name for name, count in self._turns.items() for _ in range(count)]
@@ -115,27 +116,28 @@ class Turns:
     @property
     def metadata(self) -> TrainingMetadata:
         """The metadata of the first entry, with the loss of each entry as a summand."""
-        first = next(iter(self._sessions.values())).metadata
         parts = [LossPart(name, name) for name in self.loss_names()[1:]]
-        return replace(first, losses=parts, scheduled_learning_rate="", schedule_steps="")
+        return replace(
+            self._first.metadata, losses=parts, scheduled_learning_rate="", schedule_steps=""
+        )
 
     @property
     def learning_rate(self) -> float:
         """The learning rate of the first entry."""
-        return next(iter(self._sessions.values())).learning_rate
+        return self._first.learning_rate
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        next(iter(self._sessions.values())).learning_rate = rate
+        self._first.learning_rate = rate
 
     @property
     def peak_learning_rate(self) -> float:
         """That of its schedule, or the learning rate."""
-        return next(iter(self._sessions.values())).peak_learning_rate
+        return self._first.peak_learning_rate
 
     @peak_learning_rate.setter
     def peak_learning_rate(self, rate: float) -> None:
-        next(iter(self._sessions.values())).peak_learning_rate = rate
+        self._first.peak_learning_rate = rate
 
     @property
     def steps_done(self) -> int:
@@ -178,7 +180,7 @@ class Turns:
 
     def apply(self, gradients: Gradients) -> None:
         """Applies gradients of the first entry."""
-        next(iter(self._sessions.values())).apply(gradients)
+        self._first.apply(gradients)
 
     @staticmethod
     def check(options: FitOptions) -> None:

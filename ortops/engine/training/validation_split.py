@@ -80,4 +80,4 @@ def split_source(source: Source, fraction: float) -> tuple[Source, Source]:
         size, unit = source.batches, "batches"
     assert size is not None
     kept = len(hold_out(size, fraction, name="validation_split", unit=unit)[0])
-    return source.part(0, kept), replace(source.part(kept, size), prefetch=0)
+    return replace(source.part(0, kept), prefetch=source.prefetch), source.part(kept, size)
