@@ -182,6 +182,9 @@ class PatternPass(Pass):
         *patterns: The patterns.
         serves: See `Pass`.
         bodies: Whether it also rewrites the bodies of Loop, If and Scan.
+
+    Attributes:
+        visits_bodies: Whether it does.
     """
 
     def __init__(
@@ -192,11 +195,11 @@ class PatternPass(Pass):
         bodies: bool = False,
     ) -> None:
         super().__init__(name, serves)
-        self.patterns, self._bodies = patterns, bodies
+        self.patterns, self.visits_bodies = patterns, bodies
 
     def finish(self, draft: Draft) -> None:
         """Rewrites the graph."""
-        function = rewrite_with_bodies if self._bodies else rewrite
+        function = rewrite_with_bodies if self.visits_bodies else rewrite
         function(draft.graph, draft.names, *self.patterns, refused=draft.refused(self.name))
 
 
