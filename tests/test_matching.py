@@ -109,6 +109,13 @@ CASES = {
         left=0,
         passes=(normal_form.NORMAL_FORM,),
     ),
+    "part of a sequence": Case(
+        "n = Constant <value_int = 2> () first = Constant <value_int = 0> ()"
+        " parts = SplitToSequence <axis = 0> (x, n) h = SequenceAt (parts, first) y = Neg (h)",
+        "SequenceAt",
+        left=0,
+        passes=(normal_form.NORMAL_FORM,),
+    ),
     "rows of a tied table": Case(
         "n = Constant <value_ints = [8]> () z = ConstantOfShape (n) i = Constant <value_ints ="
         " [1, 1, 6]> () u = Constant <value_floats = [1.0, 2.0, 3.0]> () shape = Constant"
