@@ -132,10 +132,10 @@ def rewrite(
     return changed
 
 
-def rewrite_with_bodies(graph: ir.Graph, *args: Any, **options: Any) -> bool:
+def rewrite_with_bodies(graph: ir.Graph, names: Names, *patterns: Pattern, **options: Any) -> bool:
     """Calls `rewrite` for a graph and the bodies of Loop, If and Scan in it."""
     bodies = _bodies(graph)
-    changed = [rewrite(each, *args, **options) for each in (*bodies, graph)]
+    changed = [rewrite(each, names, *patterns, **options) for each in (*bodies, graph)]
     for each in bodies:  # a file declares the domains of all of them
         for domain, version in each.opset_imports.items():
             graph.opset_imports.setdefault(domain, version)
@@ -237,11 +237,9 @@ class Fusion(Pass):
 
     def prepare(self, draft: Draft) -> None:
         """Fuses nodes, also in the bodies of Loop, If and Scan."""
-        if draft.is_free(ir.Node(*self._fused, [])) and rewrite_with_bodies(
-            draft.graph,
-            draft.names,
-            *self._formulas,
-            is_free=draft.is_free,
-            refused=draft.refused(self.name),
-        ):
-            draft.add_rules(self._table or Table())
+        options = {"is_free": draft.is_free, "refused": draft.refused(self.name)}
+        if not draft.is_free(ir.Node(*self._fused, [])):
+            return
+        changed = rewrite_with_bodies(draft.graph, draft.names, *self._formulas, **options)
+        if changed and self._table is not None:
+            draft.add_rules(self._table)
