@@ -6,10 +6,10 @@ pass encloses those that follow it. `Pass.serves` lists the runtimes that a pass
 change results only by rounding; the purpose of `rounding` is accuracy, that of all others speed.
 
 A pass replaces one node by a pattern, and several by a formula (see `rewrite` and
-`ortops.graph.matching`), also in the bodies of Loop, If and Scan. Not in bodies are passes that need
-to know the batch or what follows (`blocked`, `chunked_logits`, `rectified`, `recurrent`,
-`transposed`), that would compute more in each iteration (`left_factors`, `scaled_gradients`), or
-whose further nodes cost more there than they gain (`rounding`, except for branches of If).
+`ortops.graph.matching`), also in the bodies of Loop, If and Scan. Passes do not visit these if they
+need to know the batch or what follows (`blocked`, `chunked_logits`, `rectified`, `recurrent`,
+`transposed`), would compute more in each iteration (`left_factors`, `scaled_gradients`), or add
+nodes that cost more there than they gain (`rounding`, except for branches of If).
 
 Three more files are not in the list: `rematerialization` is a pass that is created for the tensors
 that a user wants to keep; `scaled_sums` works on the formula of an update instead of a model;
