@@ -171,7 +171,16 @@ ELSEWHERE = {
     *("--batch-size", "--scale", "--mean", "--std", "--deviation", "--original", "--validation"),
     # of the command line alone: files, forms of output, and what a shell is told
     *("--data", "--columns", "--save", "--output", "--config", "--write-config", "--json", "--all"),
-    *("--force", "--debug", "--help", "--resume", "--quiet", "--no-quiet", "--no-train-metrics"),
+    *(
+        "--verbose",
+        "--force",
+        "--debug",
+        "--help",
+        "--resume",
+        "--quiet",
+        "--no-quiet",
+        "--no-train-metrics",
+    ),
     # functions of their own
     *("--merge-lora", "--quantize", "--adapter", "--requantize", "--providers"),
 }
