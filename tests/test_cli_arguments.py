@@ -171,16 +171,8 @@ ELSEWHERE = {
     *("--batch-size", "--scale", "--mean", "--std", "--deviation", "--original", "--validation"),
     # of the command line alone: files, forms of output, and what a shell is told
     *("--data", "--columns", "--save", "--output", "--config", "--write-config", "--json", "--all"),
-    *(
-        "--verbose",
-        "--force",
-        "--debug",
-        "--help",
-        "--resume",
-        "--quiet",
-        "--no-quiet",
-        "--no-train-metrics",
-    ),
+    *("--force", "--debug", "--help", "--resume", "--quiet", "--no-quiet", "--no-train-metrics"),
+    "--verbose",
     # functions of their own
     *("--merge-lora", "--quantize", "--adapter", "--requantize", "--providers"),
 }
