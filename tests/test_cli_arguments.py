@@ -172,6 +172,7 @@ ELSEWHERE = {
     # of the command line alone: files, forms of output, and what a shell is told
     *("--data", "--columns", "--save", "--output", "--config", "--write-config", "--json", "--all"),
     *("--force", "--debug", "--help", "--resume", "--quiet", "--no-quiet", "--no-train-metrics"),
+    "--verbose",
     # functions of their own
     *("--merge-lora", "--quantize", "--adapter", "--requantize", "--providers"),
 }

@@ -250,7 +250,7 @@ class Product(Form):
 
     def find(self, value: ir.Value, found: Found, search: Search) -> Iterator[Found]:
         """See `Form`."""
-        number, factors, nodes = search.factors_of(value, found)
+        number, factors, nodes = search.factors_of(value)
         if sorted(factors.values()) != sorted(self._factors.values()):
             many = f"{self._number:.9g} and {len(self._factors)} factors"
             search.miss(found, f"'{value.name}' is not the product of {many}")
@@ -402,9 +402,7 @@ class Search:
             return None
         return node
 
-    def factors_of(
-        self, value: ir.Value, found: Found
-    ) -> tuple[float, Counter[ir.Value], list[ir.Node]]:
+    def factors_of(self, value: ir.Value) -> tuple[float, Counter[ir.Value], list[ir.Node]]:
         """Splits a value into a number, and the power of each factor.
 
         What others read, adds axes, or has too many parts, is a factor of its own.
@@ -422,24 +420,19 @@ class Search:
             node = None if known is not None else self._multiplying(current)
             if known is not None:
                 number *= known
-                continue
-            if node is None:
+            elif node is None:
                 factors[current] += 1
-                continue
-            first, second = node.inputs
-            assert first is not None
-            assert second is not None
-            nodes.append(node)
-            if node.op_type == "Mul":
-                pending += [second, first]
-                continue
-            by = constant_number(second)
-            assert by is not None
-            if node.op_type == "Div":
-                number /= by
-                pending.append(first)
             else:
-                factors[first] += int(by)
+                nodes.append(node)
+                first, second = (each for each in node.inputs if each is not None)
+                by = constant_number(second)
+                if node.op_type == "Mul" or by is None:
+                    pending += [second, first]
+                elif node.op_type == "Div":
+                    number /= by
+                    pending.append(first)
+                else:
+                    factors[first] += int(by)
         return 1.0, Counter([value]), []
 
     def _multiplying(self, value: ir.Value) -> ir.Node | None:
@@ -449,18 +442,15 @@ class Search:
             return None
         if value is not self._value and not has_one_reader(value):
             return None
-        if self._removing and node.graph is not _graph(self._value):
+        if None in node.inputs or (self._removing and node.graph is not _graph(self._value)):
             return None
-        first, second = node.inputs
-        if first is None or second is None:
-            return None
+        first, second = (each for each in node.inputs if each is not None)
         for one, other in ((first, second), (second, first)):
             if adds_axes(one, other) and constant_number(one) is not None:
                 return None
-        if node.op_type == "Mul":
-            return node
-        by = constant_number(second)
-        return node if (by if node.op_type == "Div" else by in (2, 3)) else None
+        by = None if node.op_type == "Mul" else constant_number(second)
+        fits = {"Mul": True, "Div": bool(by), "Pow": by in (2, 3)}
+        return node if fits[node.op_type] else None
 
     def _is_shared(self, found: Found) -> bool:
         """Whether something else reads what was found, so that it must stay."""

@@ -75,6 +75,15 @@ def index_range(size: int | Tensor, like: Tensor) -> Tensor:
     return op.Range(like.tape.constant(np.array(0)), size, 1)
 
 
+def zero_after(x: Tensor) -> Tensor:
+    """Returns the int64 vector [0], computed from none of a tensor's elements, but not before it.
+
+    What adds it to a shape waits for the tensor, and onnxruntime does not compute it in advance.
+    """
+    nothing = op.ReduceSum(op.Slice(op.Reshape(x, [-1]), [0], [0]), keepdims=1)
+    return op.Cast(nothing, to=ir.DataType.INT64)
+
+
 def _same_shape(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are known to have equal shapes."""
     return a.shape is not None and a.shape == b.shape and None not in a.shape

@@ -367,6 +367,7 @@ _LOGISTIC = _logistic(_P)
 _SUM = form.ReduceSum(_P, ...) | form.ReduceL1(_P, ...)
 # Also with small numbers added to avoid division by zero.
 _SHARE = _P / Behind(_SUM, _unmoved) | (_P + _ANY) / (_SUM + _MORE)
+_OPPOSITE = form.Concat(-_P, _P)
 _PAIR = form.Concat(1 - _P, _P) | form.Concat(_P, 1 - _P)
 
 
@@ -427,7 +428,7 @@ def _opposite_axis(logits: ir.Value) -> int | None:
     last = 1 if shape_of_logits is None else len(shape_of_logits) - 1
     if node.op_type == "Concat" and len(node.inputs) == 2:
         axis: int = attribute_values(node)["axis"]
-        if _input_of(producer_of(node.inputs[0], "Neg")) is not node.inputs[1]:
+        if _is_one_of(node.outputs[0], _OPPOSITE) is None:
             return None
         axis = axis % (last + 1) if axis < 0 else axis
         is_pair = shape_of_logits is None or shape_of_logits[axis] == 2
@@ -570,10 +571,6 @@ def _first(node: ir.Node) -> ir.Value:
     value = node.inputs[0]
     assert value is not None
     return value
-
-
-def _input_of(node: ir.Node | None) -> ir.Value | None:
-    return None if node is None else node.inputs[0]
 
 
 def _is_share(value: ir.Value | None) -> bool:

@@ -5,6 +5,12 @@ both. `PASSES` lists all passes. `prepare` runs in this order and `finish` in re
 pass encloses those that follow it. `Pass.serves` lists the runtimes that a pass is for. Passes
 change results only by rounding; the purpose of `rounding` is accuracy, that of all others speed.
 
+A pass replaces one node by a pattern, and several by a formula (see `rewrite` and
+`ortops.graph.matching`), also in the bodies of Loop, If and Scan. Passes do not visit these if they
+need to know the batch or what follows (`blocked`, `chunked_logits`, `rectified`, `recurrent`,
+`transposed`), would compute more in each iteration (`left_factors`, `scaled_gradients`), or add
+nodes that cost more there than they gain (`rounding`, except for branches of If).
+
 Three more files are not in the list: `rematerialization` is a pass that is created for the tensors
 that a user wants to keep; `scaled_sums` works on the formula of an update instead of a model;
 `order` runs after everything else.

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from ortops.graph.edit import attribute_values, permutation_of, producer_of
 from ortops.graph.matching import Found, Variable, form, is_last_axis, kept
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
-from ortops.graph.passes.rewrite import Result, formula, pattern, rewrite
+from ortops.graph.passes.rewrite import Result, formula, pattern, rewrite_with_bodies
 from ortops.graph.tensor import Tape, op, shape_of
 
 _MANY = 4  # keys for each element of a value: then two Concats are cheaper than a Sub (measured)
@@ -31,8 +31,8 @@ class _Attention(Pass):
 
     def finish(self, draft: Draft) -> None:
         """Replaces the sums first: the differences have one reader less then."""
-        rewrite(draft.graph, draft.names, _before, _sum_of_rows)
-        rewrite(draft.graph, draft.names, _difference)
+        rewrite_with_bodies(draft.graph, draft.names, _before, _sum_of_rows)
+        rewrite_with_bodies(draft.graph, draft.names, _difference)
 
 
 @pattern("MatMul", "Transpose")

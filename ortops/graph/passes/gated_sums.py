@@ -13,10 +13,14 @@ import onnx_ir as ir
 
 from ortops.graph.edit import has_one_reader, producer_of
 from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.matching import Search, Variable
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
 from ortops.graph.passes.scaled_sums import gated_add, has_gated_add
 from ortops.graph.shapes import is_unknown
 from ortops.graph.tensor import Tape, Tensor, op
+
+_X, _FACTOR = Variable("a tensor"), Variable("a number for each row")
+_PRODUCT = _X * _FACTOR
 
 
 @dataclass
@@ -82,13 +86,9 @@ class _Sum:
         return value.shape is not None and value.shape == ir.Shape([*self.shape[:-1], 1])
 
     def _product(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-        node = producer_of(value, "Mul")
-        if node is None or not has_one_reader(value):
-            return None
-        for x, factor in (node.inputs, node.inputs[::-1]):
-            if x is None or factor is None or x.shape != self.shape:
-                continue
-            if self._is_column(factor):
+        for found in Search(_PRODUCT, value) if has_one_reader(value) else ():
+            x, factor = found[_X], found[_FACTOR]
+            if x.shape == self.shape and self._is_column(factor):
                 return x, factor
         return None
 

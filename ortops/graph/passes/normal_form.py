@@ -24,7 +24,7 @@ from ortops.graph.edit import (
 )
 from ortops.graph.files.serialization import BOUND_DOMAIN
 from ortops.graph.folding import fold
-from ortops.graph.matching import Found, Variable
+from ortops.graph.matching import Found, Number, Variable, form, kept
 from ortops.graph.passes.draft import SESSION, Draft, Pass
 from ortops.graph.passes.rewrite import Pattern, Result, formula, pattern, rewrite_with_bodies
 from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
@@ -81,13 +81,15 @@ def _transpose(node: ir.Node, tape: Tape) -> Result:
     return _transposed(source, whole, tape)
 
 
-@pattern("SequenceAt")
-def _sequence_at(node: ir.Node, tape: Tape) -> Result:
+_LIST, _PLACE = Variable("the tensor"), Number()
+_SPLIT = form.SplitToSequence(_LIST, ...)
+
+
+@formula(form.SequenceAt(kept(_SPLIT), _PLACE))
+def _sequence_at(found: Found, tape: Tape) -> Result:
     """SequenceAt(SplitToSequence(x), n) is output n of Split(x), or a Slice of it."""
-    split = producer_of(node.inputs[0], "SplitToSequence")
-    position = None if node.inputs[1] is None else constant_number(node.inputs[1])
-    x = None if split is None else split.inputs[0]
-    if split is None or x is None or x.shape is None or position is None:
+    x, split, position = found[_LIST], found.node(_SPLIT), int(found.number(_PLACE))
+    if x.shape is None:
         return None
     axis = attribute_values(split).get("axis", 0) % len(x.shape)
     size = x.shape[axis]
@@ -108,7 +110,7 @@ def _sequence_at(node: ir.Node, tape: Tape) -> Result:
     if not -len(lengths) <= position < len(lengths):
         return None  # the run fails
     ends = list(itertools.accumulate(lengths, initial=0))
-    low, high = ends[int(position) % len(lengths)], ends[int(position) % len(lengths) + 1]
+    low, high = ends[position % len(lengths)], ends[position % len(lengths) + 1]
     part = op.Slice(tape.tensor(x), [low], [high], [axis])
     keeps = attribute_values(split).get("keepdims", 1)
     return part if given is not None or keeps else op.Squeeze(part, [axis])

@@ -113,7 +113,7 @@ def _source(tape: Tape, value: ir.Value) -> tuple[ir.Value, int]:
     source, perm = value, tuple(range(len(value.shape or ())))
     while (producer := source.producer()) is not None:
         inner = permutation_of(producer)
-        if inner is None:
+        if inner is None or producer.graph is not tape.graph:  # a loop would transpose each time
             break
         assert producer.inputs[0] is not None
         source, perm = producer.inputs[0], tuple(inner[axis] for axis in perm)
@@ -151,7 +151,9 @@ def fused_matmul(
     return emit_one(MICROSOFT, "FusedMatMul", factors, None, **attributes)
 
 
-TRANSPOSES = PatternPass("transposes", _transposed_factors, _transposed_product, serves=ONNXRUNTIME)
+TRANSPOSES = PatternPass(
+    "transposes", _transposed_factors, _transposed_product, serves=ONNXRUNTIME, bodies=True
+)
 
 
 # ----------------------------------------------------------------------------------- left factors
@@ -250,7 +252,7 @@ def _products_before(value: ir.Value | None) -> list[ir.Node]:
     return []
 
 
-SCALES = PatternPass("scales", _scaled_product, serves=ONNXRUNTIME)
+SCALES = PatternPass("scales", _scaled_product, serves=ONNXRUNTIME, bodies=True)
 
 
 # ------------------------------------------------------------------------------------------- rows
@@ -342,4 +344,4 @@ def _ones_of(length: object) -> Tensor:
     return op.ConstantOfShape(length, value=np.ones(1, np.float32))
 
 
-ROW_SUMS = PatternPass("row_sums", _row_sum, serves=ANYWHERE)
+ROW_SUMS = PatternPass("row_sums", _row_sum, serves=ANYWHERE, bodies=True)

@@ -22,6 +22,7 @@ from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.draft import SESSION, Draft, Pass
 from ortops.graph.passes.products import fused_matmul
 from ortops.graph.passes.rewrite import Result, pattern, rewrite_with_bodies
+from ortops.graph.shapes import zero_after
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
 
 _BYTES = 2**26
@@ -169,9 +170,7 @@ def _dequantized(
         rows: The first row to dequantize and the one after the last; all by default.
     """
     first, last = rows or (0, n)
-    nothing = op.ReduceSum(op.Slice(op.Reshape(reader, [-1]), [0], [0]), keepdims=1)
-    later = op.Cast(nothing, to=ir.DataType.INT64)  # [0]
-    numbers = op.Reshape(b, op.Add([n, k * bits // 8], later))  # a view
+    numbers = op.Reshape(b, op.Add([n, k * bits // 8], zero_after(reader)))  # a view
     # onnxruntime rejects zero points unless it knows their shape and that of the scales.
     scales = _of_shape(scales, n, k // block_size)
     if zero_points is not None:

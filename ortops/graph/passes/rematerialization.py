@@ -30,6 +30,7 @@ from ortops.graph.edit import (
 )
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.passes.draft import Draft, Pass
+from ortops.graph.shapes import zero_after
 from ortops.graph.tensor import Names, Tape, op, shape_of
 
 Checkpoint: TypeAlias = Sequence[str] | int | Literal["sqrt"]
@@ -259,16 +260,11 @@ class _Recomputation:
         return self._copies[value]
 
     def _delay(self, value: ir.Value, cotangent: ir.Value) -> ir.Value:
-        """Returns a value in the same memory that is available only after a cotangent.
-
-        It is a Reshape whose shape depends on the cotangent: a sum of none of its elements, which
-        is zero, is added to the shape.
-        """
+        """Returns a value in the same memory that is available only after a cotangent."""
         if value not in self._delayed:
             self._tape.scope = "checkpoint/"
             x, g = self._tape.tensor(value), self._tape.tensor(cotangent)
-            nothing = op.ReduceSum(op.Slice(op.Reshape(g, [-1]), [0], [0]), keepdims=1)
-            shape = op.Add(shape_of(x), op.Cast(nothing, to=ir.DataType.INT64))
+            shape = op.Add(shape_of(x), zero_after(g))
             self._delayed[value] = op.Reshape(x, shape, allowzero=1).with_shape_of(x).value
         return self._delayed[value]
 

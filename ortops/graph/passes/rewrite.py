@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 
 from ortops.graph.autodiff.registry import Table
-from ortops.graph.edit import describe, remove_unread, replace_value, take_place
+from ortops.graph.edit import describe, inner_graphs, remove_unread, replace_value, take_place
 from ortops.graph.matching import Form, Found, Search
 from ortops.graph.passes.draft import SESSION, Draft, Pass, Runtime
 from ortops.graph.tensor import Names, Tape, Tensor
@@ -132,14 +132,23 @@ def rewrite(
     return changed
 
 
-def rewrite_with_bodies(graph: ir.Graph, *args: Any, **options: Any) -> bool:
+def rewrite_with_bodies(graph: ir.Graph, names: Names, *patterns: Pattern, **options: Any) -> bool:
     """Calls `rewrite` for a graph and the bodies of Loop, If and Scan in it."""
-    bodies = list(graph.subgraphs())
-    changed = [rewrite(each, *args, **options) for each in (*bodies, graph)]
+    bodies = _bodies(graph)
+    changed = [rewrite(each, names, *patterns, **options) for each in (*bodies, graph)]
     for each in bodies:  # a file declares the domains of all of them
         for domain, version in each.opset_imports.items():
             graph.opset_imports.setdefault(domain, version)
     return any(changed)
+
+
+def _bodies(graph: ir.Graph) -> list[ir.Graph]:
+    """Returns the bodies of Loop, If and Scan, inner ones first; onnx-ir's way takes long."""
+    found: list[ir.Graph] = []
+    for node in graph:
+        for body in inner_graphs(node) if node.op_type in ("If", "Loop", "Scan") else ():
+            found += [*_bodies(body), body]
+    return found
 
 
 def _have_ranks(node: ir.Node, results: Sequence[Tensor]) -> bool:
@@ -182,6 +191,9 @@ class PatternPass(Pass):
         *patterns: The patterns.
         serves: See `Pass`.
         bodies: Whether it also rewrites the bodies of Loop, If and Scan.
+
+    Attributes:
+        visits_bodies: Whether it does.
     """
 
     def __init__(
@@ -192,11 +204,11 @@ class PatternPass(Pass):
         bodies: bool = False,
     ) -> None:
         super().__init__(name, serves)
-        self.patterns, self._bodies = patterns, bodies
+        self.patterns, self.visits_bodies = patterns, bodies
 
     def finish(self, draft: Draft) -> None:
         """Rewrites the graph."""
-        function = rewrite_with_bodies if self._bodies else rewrite
+        function = rewrite_with_bodies if self.visits_bodies else rewrite
         function(draft.graph, draft.names, *self.patterns, refused=draft.refused(self.name))
 
 
@@ -225,11 +237,9 @@ class Fusion(Pass):
 
     def prepare(self, draft: Draft) -> None:
         """Fuses nodes, also in the bodies of Loop, If and Scan."""
-        if draft.is_free(ir.Node(*self._fused, [])) and rewrite_with_bodies(
-            draft.graph,
-            draft.names,
-            *self._formulas,
-            is_free=draft.is_free,
-            refused=draft.refused(self.name),
-        ):
-            draft.add_rules(self._table or Table())
+        options = {"is_free": draft.is_free, "refused": draft.refused(self.name)}
+        if not draft.is_free(ir.Node(*self._fused, [])):
+            return
+        changed = rewrite_with_bodies(draft.graph, draft.names, *self._formulas, **options)
+        if changed and self._table is not None:
+            draft.add_rules(self._table)
