@@ -571,6 +571,7 @@ def test_one_rank_is_the_session_itself() -> None:
     assert calls == 0
 
 
+@pytest.mark.slow
 def test_ranks_with_other_models_are_refused() -> None:
     def joined(*models: Any) -> Callable[[Thread], object]:
         return lambda communicator: join(models[communicator.rank], communicator)
@@ -650,6 +651,7 @@ def test_a_loss_that_is_no_number_ends_all(accumulate: int) -> None:
         assert "(batches up to batch 2 of epoch 1): the part of this process is finite" in first
 
 
+@pytest.mark.slow
 def test_labels_that_do_not_count_in_any_rank_change_nothing() -> None:
     """The loss is 0, and so is its gradient, as in one process."""
     loss = ortops.losses.SoftmaxCrossEntropy(ignore_index=2)
@@ -871,6 +873,7 @@ def test_models_that_differ_in_an_attribute_or_a_constant_are_refused() -> None:
             in_ranks(work)
 
 
+@pytest.mark.slow
 def test_a_file_and_the_model_it_comes_from_are_one_model(tmp_path: Path) -> None:
     model = build(half(classifier(dropout=0.5), TensorProto.BFLOAT16), seed=4)
     session = TrainingSession(model)
@@ -982,44 +985,57 @@ def run_mpi(
     )
 
 
+def ran(folder: Path, model: onnx.ModelProto, how: str = "") -> Any:
+    """Trains a model of a folder on the same data in two processes."""
+    folder.mkdir(exist_ok=True)
+    onnx.save(model, folder / "model.onnx")
+    np.savez(folder / "data.npz", **labelled((6,), rows=27))
+    return run_mpi(folder, how)
+
+
 @pytest.mark.slow
 @pytest.mark.needs("mpi4py>=4.1")
 def test_processes_of_mpi(tmp_path: Path) -> None:
-    """As one process, within rounding; and one that died, however it did, goes on bit by bit."""
-    model = build(classifier(dropout=0.5), optimizer=SGD, seed=2)
-    plain = build(classifier(), optimizer=SGD)
-    data = labelled((6,), rows=27)
-
-    def ran(name: str, how: str = "", given: onnx.ModelProto = model) -> tuple[Path, Any]:
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        onnx.save(given, folder / "model.onnx")
-        np.savez(folder / "data.npz", **data)
-        return folder, run_mpi(folder, how)
-
-    folder, result = ran("plain", given=plain)
+    """As one process, within rounding."""
+    model = build(classifier(), optimizer=SGD)
+    result = ran(tmp_path, model)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("epoch 3/3") == 1, result.stderr
-    alone = TrainingSession(plain)
-    alone.fit(data, epochs=3, batch_size=8, progress=False)
+    alone = TrainingSession(model)
+    alone.fit(labelled((6,), rows=27), epochs=3, batch_size=8, progress=False)
     for rank in (0, 1):
-        found = np.load(folder / f"rank{rank}.npz")
+        found = np.load(tmp_path / f"rank{rank}.npz")
         for name, array in alone.state.items():
             np.testing.assert_allclose(found[name], array, rtol=ROUNDING, atol=ROUNDING)
 
-    folder, result = ran("whole")
+
+@pytest.fixture(scope="module")
+def unstopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[onnx.ModelProto, Any]:
+    """A model that drops, and what two processes make of it."""
+    folder = tmp_path_factory.mktemp("whole")
+    model = build(classifier(dropout=0.5), optimizer=SGD, seed=2)
+    result = ran(folder, model)
     assert result.returncode == 0, result.stderr
-    expected = dict(np.load(folder / "rank0.npz"))
-    steps = {"raise": 3, "kill": 3, "interrupt": 5, "terminate": 5, "terminate in an evaluation": 4}
-    for how, reached in steps.items():
-        folder, result = ran(how, how)
-        assert result.returncode != 0
-        assert not (folder / "rank0.npz").exists()
-        assert TrainingSession(folder / "run.onnx").steps_done == reached
-        folder, result = ran(how)
-        assert result.returncode == 0, result.stderr
-        for rank in (0, 1):
-            assert_same_arrays(dict(np.load(folder / f"rank{rank}.npz")), expected)
+    return model, dict(np.load(folder / "rank0.npz"))
+
+
+ENDS = {"kill": 3, "raise": 3, "interrupt": 5, "terminate": 5, "terminate in an evaluation": 4}
+"""How one of the processes dies, and the steps in the file that it leaves."""
+
+
+@pytest.mark.nightly(2)
+@pytest.mark.slow
+@pytest.mark.needs("mpi4py>=4.1")
+@pytest.mark.parametrize("how", ENDS)
+def test_processes_of_mpi_that_died_go_on(how: str, tmp_path: Path, unstopped: Any) -> None:
+    model, expected = unstopped
+    assert ran(tmp_path, model, how).returncode != 0
+    assert not (tmp_path / "rank0.npz").exists()
+    assert TrainingSession(tmp_path / "run.onnx").steps_done == ENDS[how]
+    result = ran(tmp_path, model)
+    assert result.returncode == 0, result.stderr
+    for rank in (0, 1):
+        assert_same_arrays(dict(np.load(tmp_path / f"rank{rank}.npz")), expected)
 
 
 UNEVEN = """

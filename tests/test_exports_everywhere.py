@@ -443,7 +443,7 @@ REFUSED: dict[str, str] = {
 
 FILES = [(name, mode) for name, example in EXAMPLES.items() for mode in example.modes]
 ALL = os.environ.get("ORTOPS_ENTRIES") == "all"
-DRAWN = {"TorchScript": (1, 4), "dynamo": (2, 2)}
+DRAWN = {"TorchScript": (1, 4), "dynamo": (3, 2)}
 """One in how many files is exported, which takes dynamo seconds, and one in how many entries."""
 
 

@@ -26,7 +26,7 @@ def test_a_persona_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["tune", str(base), str(chats), "--batch-size", "1", "--show"]) == 0
     shown = "<|user|>Good morning<|end|><|assistant|>«Ahoy! A fine morning to set sail.<|end|>»"
     assert shown in capsys.readouterr().out
-    start = ["tune", str(base), str(chats), "--learning-rate", "cosine(0.01)", "--epochs", "150"]
+    start = ["tune", str(base), str(chats), "--learning-rate", "cosine(0.01)", "--epochs", "100"]
     assert main([*start, "--quiet", "--save", str(tmp_path / "pirate")]) == 0
     tuning = FineTuning.load(tmp_path / "pirate")
     for line in chats.read_text(encoding="utf-8").splitlines():

@@ -348,13 +348,13 @@ def test_trains_as_peft_does_and_is_served(folder: Path, kind: str, tmp_path: Pa
     np.testing.assert_allclose(tuning.evaluate(rows)["loss"], first, atol=1e-5)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], RATE)
     expected = []
-    for _ in range(15):
+    for _ in range(6):
         optimizer.zero_grad()
         loss = model(**torch_batch(rows)).loss
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    history = tuning.fit(rows, epochs=15, shuffle=False, progress=False)
+    history = tuning.fit(rows, epochs=6, shuffle=False, progress=False)
     np.testing.assert_allclose(history.columns["loss"], expected, atol=1e-5)
 
     tuned = tmp_path / "tuned"

@@ -341,6 +341,7 @@ def test_a_device_with_memory_of_its_own_agrees(joined: int) -> None:
     assert found["agrees"]
 
 
+@pytest.mark.slow
 def test_a_provider_that_computes_something_else_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the learning rate, in place of a wrong kernel."""
     losses = measurements._losses

@@ -165,7 +165,7 @@ interrupts = pytest.mark.skipif(sys.platform == "win32", reason="Windows sends n
 def test_ctrl_c_while_a_session_is_made_ends_the_process_as_elsewhere(what: str) -> None:
     """With KeyboardInterrupt and the status of SIGINT, not by an abort."""
     rng = random.Random(what)
-    for _ in range(4 * SOAK):
+    for _ in range(2 * SOAK):
         code = f"""
     interrupt_after({rng.uniform(0.01, 0.3)})
     while True:

@@ -48,6 +48,7 @@ KILLED = """
 """
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
 @pytest.mark.parametrize("victim", KINDS)
