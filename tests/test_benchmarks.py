@@ -600,6 +600,7 @@ def test_a_profile_of_compiled_updates(capsys: pytest.CaptureFixture[str]) -> No
     assert "| update | 0 | " in capsys.readouterr().out
 
 
+@pytest.mark.nightly(0)
 @pytest.mark.slow
 def test_a_profile_without_passes(capsys: pytest.CaptureFixture[str]) -> None:
     counts = []

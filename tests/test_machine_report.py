@@ -455,6 +455,7 @@ def test_a_language_model_is_tuned_with_peft(tmp_path: Path) -> None:
     assert measurements.language("0.1·10⁹", 16, peer="torch", **given)["tokens"] > 0
 
 
+@pytest.mark.nightly(0)
 @pytest.mark.slow
 @pytest.mark.optional("mpi4py", "distributed")
 def test_steps_of_two_ranks(tmp_path: Path) -> None:
