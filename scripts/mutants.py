@@ -6,7 +6,8 @@ checkout, and the tests of its package run until one fails, the nearest first: t
 doctests, files of tests with its name, files that import it. A mutant that survives is
 equivalent, or a test is missing.
 
-Usage: python scripts/mutants.py [--seed 1] [--count 40] [--package NAME] [--suite] [--jobs 2]
+Usage: python scripts/mutants.py [--seed 1] [--count 40] [--skip 0] [--package NAME] [--suite]
+                                  [--jobs 2]
 """
 
 import argparse
@@ -392,12 +393,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--skip", type=int, default=0, help="so many of them, judged before")
     parser.add_argument("--package", choices=PACKAGES, action="append", help="only this one")
     parser.add_argument("--suite", action="store_true", help="survivors meet the whole suite")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     given = parser.parse_args(arguments)
     print(f"--seed {given.seed} --count {given.count}", flush=True)
-    drawn = draw(given.seed, given.count, given.package or list(PACKAGES))
+    drawn = draw(given.seed, given.count, given.package or list(PACKAGES))[given.skip :]
     folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
 
     def judge(mutant: Mutant) -> tuple[str, str, float]:

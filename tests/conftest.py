@@ -210,8 +210,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for module in modules
     }
     gc.freeze()
-    # Rarely, also of what tests import later: sweeps at Python's own thresholds take 3 % of the time.
-    gc.set_threshold(20_000, 10, 50)
+    # Python's own thresholds sweep, every few tests, through all that tests import later: through
+    # half a million objects of PyTorch, JAX and others, in a third of a second.
+    gc.set_threshold(3000, 15, 100)
     gc.enable()
 
 

@@ -206,6 +206,7 @@ def test_sessions_follow_the_paper(way: str) -> None:
             assert_follows(old, state(name), t, gradients[name])
 
 
+@pytest.mark.slow
 def test_small_parameters_keep_float32_moments_as_adam_has_them() -> None:
     other = Adam(epsilon_after_correction=True)
     sessions = [TrainingSession(build(o)) for o in (Adam8bit(min_8bit_size=5000), other)]

@@ -135,6 +135,7 @@ def test_few_blocks_are_read_and_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(read) <= 2 * 11
 
 
+@pytest.mark.nightly(6)
 @pytest.mark.slow
 @pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("form", ["parquet", "feather", "dataset"])

@@ -125,6 +125,7 @@ def test_what_does_not_fit() -> None:
         ortops.find_batch_size(session(), labelled((6,), rows=20), limit=1)
 
 
+@pytest.mark.slow
 def test_what_is_refused() -> None:
     data = labelled((6,), rows=20)
     with pytest.raises(ArgumentError, match="session must be a TrainingSession, got str"):

@@ -390,6 +390,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
     return draw
 
 
+@pytest.mark.slow
 def test_a_plot_shows_what_was_measured(tmp_path: Path, drawn: Callable[[Path], Any]) -> None:
     figure = drawn(results_of(tmp_path, [MODEL, UPDATE], PEERS_OF_PLOT))
     shown = [each.get_text() for each in figure.findobj(lambda part: hasattr(part, "get_text"))]
@@ -400,6 +401,7 @@ def test_a_plot_shows_what_was_measured(tmp_path: Path, drawn: Callable[[Path], 
     assert not any("update" in text for text in shown)
 
 
+@pytest.mark.slow
 def test_a_bar_that_is_cut_has_a_mark(tmp_path: Path, drawn: Callable[[Path], Any]) -> None:
     for axis in drawn(results_of(tmp_path, [MODEL], PEERS_OF_PLOT)).axes:
         widths = sorted(bar.get_width() for bar in axis.patches)
@@ -598,6 +600,7 @@ def test_a_profile_of_compiled_updates(capsys: pytest.CaptureFixture[str]) -> No
     assert "| update | 0 | " in capsys.readouterr().out
 
 
+@pytest.mark.nightly(0)
 @pytest.mark.slow
 def test_a_profile_without_passes(capsys: pytest.CaptureFixture[str]) -> None:
     counts = []

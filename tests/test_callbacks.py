@@ -189,6 +189,7 @@ def test_the_name_of_a_file_tells_the_step_that_was_restored(tmp_path: Path) -> 
     assert end.latest == tmp_path / f"{best:g}.onnx"
 
 
+@pytest.mark.slow
 def test_a_file_of_another_training_is_not_restored(tmp_path: Path) -> None:
     class Replacing(Callback):
         def on_epoch(self, record: Record, session: Any) -> None:
@@ -221,6 +222,7 @@ def test_the_file_of_another_run_of_the_same_model_is_not_restored(tmp_path: Pat
     assert_same_arrays(dict(resumed.state), state)
 
 
+@pytest.mark.slow
 def test_without_restore_best_the_session_stays_at_the_last_epoch() -> None:
     session, data, held = overfitting()
     history = session.fit(data, epochs=100, validation=held, callbacks=[EarlyStopping(3)], **QUIET)
@@ -945,6 +947,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
     return folder, history
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "last"), [(3, True), (4, False), (8, True), (13, False), (21, True), (24, False)]
@@ -970,6 +973,7 @@ def test_a_resumed_fit_leaves_the_files_of_an_unbroken_one(
         assert_same_arrays(dict(TrainingSession(tmp_path / name).state), best)
 
 
+@pytest.mark.slow
 def test_a_training_that_was_stopped_early_is_not_resumed(
     unbroken: tuple[Path, History], tmp_path: Path
 ) -> None:
@@ -992,6 +996,7 @@ def test_a_training_that_was_stopped_early_is_not_resumed(
     assert_same_arrays(dict(session.state), state)
 
 
+@pytest.mark.slow
 def test_a_fit_goes_on_from_its_best_model_too(
     unbroken: tuple[Path, History], tmp_path: Path
 ) -> None:
@@ -1290,6 +1295,7 @@ def test_loss_plot_draws_training_and_validation(
     assert names(tmp_path) == ["loss.png"]
 
 
+@pytest.mark.slow
 @pytest.mark.optional("matplotlib", "plot")
 def test_loss_plot_takes_numbers_that_are_not_finite_and_parts(tmp_path: Path) -> None:
     plot = LossPlot(tmp_path / "loss.svg")
@@ -1421,6 +1427,7 @@ def curved(rate: float = 0.1, **settings: Any) -> tuple[TrainingSession, Arrays,
     return affine_session(rate, **settings), data, 2 / curvature
 
 
+@pytest.mark.slow
 def test_a_learning_rate_is_found_below_divergence() -> None:
     session, data, limit = curved()
     curve = find_learning_rate(session, data, lowest=1e-5, highest=1e3, batch_size=64)
@@ -1454,6 +1461,7 @@ def test_the_losses_are_those_of_steps_with_growing_rates() -> None:
     np.testing.assert_allclose(curve.rates, rates)
 
 
+@pytest.mark.slow
 def test_the_search_changes_nothing() -> None:
     data = labelled((6,), rows=20)
     session, other = classifying(), classifying()

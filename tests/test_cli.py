@@ -147,6 +147,7 @@ def test_weights_of_rows_and_classes(folder, capsys):
     assert "--sample-weight: 'rows.onnx' already has a loss" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_a_trainable_file(folder):
     assert run("build", "model.onnx", "trainable.onnx", "--loss", "SoftmaxCrossEntropy") == 0
     once = ["train", "trainable.onnx", "--data", "train.npz", "--quiet", "--save", "once.onnx"]
@@ -187,6 +188,7 @@ def test_eval_of_a_model_without_training(folder, capsys):
 # -------------------------------------------------------------------------------- forms of data
 
 
+@pytest.mark.slow
 def test_a_table_with_class_names(folder, capsys):
     assert train("--epochs", "20", "--save", "trained.onnx", data="train.csv") == 0
     told = capsys.readouterr().err
@@ -392,6 +394,7 @@ def test_files_that_are_not_read(folder, capsys):
     assert "is not a folder of images" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_labels_that_are_written_as_floats_are_numbers(folder):
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     import pyarrow
@@ -511,6 +514,7 @@ def test_what_a_training_writes_beside_the_model(folder):
     assert onnx.load("best.onnx").training_info
 
 
+@pytest.mark.slow
 def test_limits_of_a_training(folder):
     more = ["--validation", "0.2", "--validate-every", "2", "--epochs", "3", "--log", "log.jsonl"]
     schedule = ["--learning-rate", "cosine(0.1)"]
@@ -578,6 +582,7 @@ def test_a_schedule_ends_with_the_training_where_batches_are_accumulated(
     assert last == pytest.approx(0.1 * (1 + np.cos(np.pi * progress)) / 2, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_resume_trains_a_trained_file_where_there_is_nothing_to_resume(folder, capsys):
     assert train("--save", "once.onnx") == 0
     more = ["train", "once.onnx", "--data", "train.npz", "--quiet", "--save", "twice.onnx"]
@@ -1021,6 +1026,7 @@ def test_hostile_configurations(folder, capsys, content, told):
     assert told in shown
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000])
 @pytest.mark.parametrize("key", ["ortops.train", "ortops.classes", "ortops.lora"])

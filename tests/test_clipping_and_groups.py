@@ -628,6 +628,7 @@ def test_updates_pack(rate: Any, options: dict[str, Any], sizes: list[int]) -> N
         assert updated == (4 if "ema_decay" in options else 3)
 
 
+@pytest.mark.slow
 def test_clipping_in_a_convolutional_net_is_that_of_the_plain_graph() -> None:
     """With the passes that make graphs of known sizes fast, and without them."""
     rng = np.random.default_rng(0)

@@ -66,6 +66,7 @@ def mean_loss(session: TrainingSession, data: dict[str, Any]) -> float:
     return float(np.mean(found))
 
 
+@pytest.mark.nightly(15)
 @pytest.mark.quick(6)
 @pytest.mark.parametrize("form", ["lists", "tuple", "samples", "tuples", "dataset", "function"])
 @pytest.mark.parametrize("side", ["right", "left"])

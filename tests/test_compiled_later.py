@@ -84,7 +84,7 @@ def assert_same_steps(
 # ------------------------------------------------------------------------------------- same bits
 
 
-@pytest.mark.nightly(8)
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -251,7 +251,7 @@ WAYS_TO_TRAIN = [
 ]
 
 
-@pytest.mark.nightly(8)
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("train", WAYS_TO_TRAIN, ids=lambda each: each.__name__)
@@ -308,6 +308,7 @@ def test_several_algorithms(way: str) -> None:
         assert {"w1", "w2"} <= set(session.compiled)
 
 
+@pytest.mark.slow
 def test_other_weights_and_constants() -> None:
     model = build(classifier(), "Adam", trainable=["w1", "b1"])
     sessions = []
@@ -379,6 +380,7 @@ def test_options_that_compiled_code_would_not_follow() -> None:
     assert session.compiled
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.quick(2)
 @pytest.mark.usefixtures("anew")
 @pytest.mark.parametrize("harm", ["import", "library", "version", "code"])

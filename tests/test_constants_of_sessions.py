@@ -50,6 +50,7 @@ def replaced(model: onnx.ModelProto, **arrays: Array) -> onnx.ModelProto:
     return result
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("kernels", ["onnx", "python"])

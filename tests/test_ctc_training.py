@@ -59,6 +59,7 @@ def rate(scores: Any, given: dict[str, Any], blank: int) -> float:
     return edits / labels
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("last", [LOG_SOFTMAX, "y = Softmax<axis=2>(a)", "y = Identity(a)"])
 @pytest.mark.parametrize("outputs", [None, "y", "a"])

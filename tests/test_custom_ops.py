@@ -521,12 +521,12 @@ def test_sessions_created_later_leave_the_first_one_running() -> None:
 
         first = session_of("Adam", SETTINGS["Adam"][0])
         wanted = first.run(None, adam_feeds())[0]
-        for round in range(5):
+        for round in range(3):
             custom_ops.register_custom_ops(options())
             for name, settings in SETTINGS.items():
-                other = session_of(name, settings[0], count=20)
+                other = session_of(name, settings[0], count=5)
                 update = a_update(name, settings[0])
-                other.run(None, feeds_of(name, *[update] * 20))
+                other.run(None, feeds_of(name, *[update] * 5))
                 assert (first.run(None, adam_feeds())[0] == wanted).all()
             del other
             gc.collect()

@@ -85,6 +85,7 @@ print(onnx_ir._core.sympy.Expr is sympy.Expr)
     assert printed(code) == ["True", "8", "refused", "6", "True", "True", "True", "True"]
 
 
+@pytest.mark.slow
 def test_source_and_reloading_of_the_user() -> None:
     code = """
 import ortops

@@ -1024,7 +1024,7 @@ def test_a_hessian_next_to_jax() -> None:
 @pytest.mark.nightly(1)
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
 def test_an_encoder_next_to_torch(exporter: str, caplog: pytest.LogCaptureFixture) -> None:
     """A BERT of random weights, by its embedded tokens, as both exporters of PyTorch write it."""
     import torch

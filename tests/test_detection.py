@@ -125,6 +125,7 @@ DEGENERATE = {
 }
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("name", ["GIoU", "CIoU"])

@@ -571,6 +571,7 @@ def test_one_rank_is_the_session_itself() -> None:
     assert calls == 0
 
 
+@pytest.mark.slow
 def test_ranks_with_other_models_are_refused() -> None:
     def joined(*models: Any) -> Callable[[Thread], object]:
         return lambda communicator: join(models[communicator.rank], communicator)
@@ -650,6 +651,7 @@ def test_a_loss_that_is_no_number_ends_all(accumulate: int) -> None:
         assert "(batches up to batch 2 of epoch 1): the part of this process is finite" in first
 
 
+@pytest.mark.slow
 def test_labels_that_do_not_count_in_any_rank_change_nothing() -> None:
     """The loss is 0, and so is its gradient, as in one process."""
     loss = ortops.losses.SoftmaxCrossEntropy(ignore_index=2)
@@ -871,6 +873,7 @@ def test_models_that_differ_in_an_attribute_or_a_constant_are_refused() -> None:
             in_ranks(work)
 
 
+@pytest.mark.slow
 def test_a_file_and_the_model_it_comes_from_are_one_model(tmp_path: Path) -> None:
     model = build(half(classifier(dropout=0.5), TensorProto.BFLOAT16), seed=4)
     session = TrainingSession(model)

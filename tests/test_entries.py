@@ -220,6 +220,7 @@ def test_a_step_runs_all_in_order(width: int) -> None:
         assert_same_arrays(dict(session.state), dict(other.state))
 
 
+@pytest.mark.slow
 def test_an_entry_needs_only_its_inputs() -> None:
     session = TrainingSession(gan(8))
     noise = {"noise": points()["noise"]}

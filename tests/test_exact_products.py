@@ -106,6 +106,7 @@ def each(test: Any) -> Any:
     return test
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @each
 def test_several_steps_in_one_run(dtype: str, bits: int, zero_points: bool) -> None:

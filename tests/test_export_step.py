@@ -124,6 +124,7 @@ def batches(model: str = "normalizing", steps: int = 4) -> list[Arrays]:
 # ----------------------------------------------------------------------------------- the folder
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
@@ -173,6 +174,7 @@ def test_what_a_driver_saved_goes_on_bit_for_bit(tmp_path: Path) -> None:
     np.testing.assert_allclose(stock.run(None, feeds)[0], wanted, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_places_hold_every_copy_of_a_variable(tmp_path: Path) -> None:
     export_step(trainable(), tmp_path)
     content = (tmp_path / "model.onnx").read_bytes()
@@ -189,6 +191,7 @@ def test_places_hold_every_copy_of_a_variable(tmp_path: Path) -> None:
     assert count == len([tensor for tensor in tensors if tensor.name in about["variables"]])
 
 
+@pytest.mark.slow
 def test_nothing_can_be_left_out(tmp_path: Path) -> None:
     export_step(trainable(), tmp_path)
     model = onnx.load(tmp_path / "step.onnx")
@@ -297,6 +300,7 @@ def test_a_half_has_its_master(tmp_path: Path) -> None:
     assert all(about["variables"][name]["type"] == "float16" for name in masters.values())
 
 
+@pytest.mark.slow
 def test_how_far_a_fit_is_stays_out_of_it(tmp_path: Path) -> None:
     session = TrainingSession(trainable("classifier"))
     session.fit(batches("classifier"), epochs=1, progress=False)
@@ -326,6 +330,7 @@ def kept(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.onnx", "step.json", "index.html", "worker.mjs"])
 def test_files_of_others_are_not_replaced(tmp_path: Path, name: str, capsys: Any) -> None:

@@ -69,6 +69,7 @@ def test_three_steps_and_nothing_left(accumulate: int, tmp_path: Path) -> None:
     assert_same_arrays(dict(made.state), dict(expected.state))
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_steps() -> None:
     made = session()
     found = made.fit(DATA, fast_dev_run=True, **arguments())

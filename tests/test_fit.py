@@ -678,6 +678,7 @@ HIDDEN = """<ir_version: 10, opset_import: ["": 21]>
     }"""
 
 
+@pytest.mark.slow
 def test_a_batch_size_that_nodes_have_fixed_is_explained() -> None:
     model = onnx.parser.parse_model(HIDDEN)
     x = np.ones((4, 3, 4), np.float32)

@@ -285,7 +285,7 @@ def test_early_stopping_goes_on_counting_validations(stop: int, tmp_path: Path) 
 # --------------------------------------------------------------------------------- max_steps
 
 
-@pytest.mark.nightly(9)
+@pytest.mark.nightly(4)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("form", FORMS)
@@ -332,7 +332,7 @@ def test_the_entry_of_a_part_is_the_mean_over_its_rows() -> None:
     assert history[1]["loss"] == pytest.approx((losses[4] + losses[5]) / 2)
 
 
-@pytest.mark.nightly(8)
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["rows", "generator"])
 @pytest.mark.parametrize("accumulate", [1, 2, 3])

@@ -109,6 +109,7 @@ def test_parts_add_up() -> None:
     assert made.evaluate(repeated, metrics=["accuracy", "f1"]) == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_classes() -> None:
     data = rows()
     table = np.array([2.0, 1.0, 0.25])

@@ -156,6 +156,7 @@ def test_vmap_over_weights_and_over_nothing(jax: Any, scalar: Function) -> None:
     assert jax.vmap(jax.grad(g))(nothing).shape == nothing.shape
 
 
+@pytest.mark.slow
 def test_vmap_of_control_flow(jax: Any) -> None:
     x = np.float32([[1, 2, 3], [1, 2, 3]])
     branch = Function(onnx.parser.parse_model(BRANCH)).jax()

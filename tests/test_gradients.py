@@ -99,7 +99,7 @@ def assert_step_is_apply_of_gradients(
 # ------------------------------------------------------------------------- equal to whole steps
 
 
-@pytest.mark.nightly(7)
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, normalized], ids=[*OPTIMIZERS, "normalized"])
@@ -109,6 +109,7 @@ def test_apply_of_gradients_is_a_step(optimizer: Any, way: str) -> None:
     assert_step_is_apply_of_gradients(model, batches, way)
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_of_batch_normalization(way: str) -> None:
@@ -141,6 +142,7 @@ def test_of_branches(way: str) -> None:
     assert_step_is_apply_of_gradients(model, batches, way)
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_of_clipping(way: str) -> None:
@@ -476,6 +478,7 @@ def test_reduce_changes_gradients_in_place(way: str) -> None:
     assert session.steps_done == 2
 
 
+@pytest.mark.slow
 def test_what_reduce_raises_leaves_the_session_as_it_was() -> None:
     session = TrainingSession(build(normalizing()))
     feeds = labelled((1, 4, 4))

@@ -53,6 +53,7 @@ COUNTING = {"Adafactor", "Muon", "Adam8bit", "LAMB"}
 """Rules in which an element depends on the shape of the weight, or is rounded with others."""
 
 
+@pytest.mark.nightly(18)
 @pytest.mark.quick(10)
 @pytest.mark.parametrize("ema", [None, 0.9])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

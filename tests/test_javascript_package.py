@@ -83,7 +83,7 @@ def test_the_package_has_the_version_of_ortops() -> None:
 @pytest.mark.nightly(1)
 @pytest.mark.javascript
 @pytest.mark.slow
-@pytest.mark.parametrize("bundler", BUNDLERS)
+@pytest.mark.parametrize("bundler", sorted(BUNDLERS))
 def test_bundlers_take_the_package(bundler: str, project: Path, loss: float) -> None:
     printed = run("node", MODULES / "bundle.mjs", WEB, bundler, project, folder=project)
     assert float(printed.split()[-1]) == pytest.approx(loss, rel=1e-5)

@@ -170,12 +170,15 @@ def test_no_import_waits_in_a_function() -> None:
 
 def test_the_classes_that_run_a_step_are_told_apart() -> None:
     package = "engine.execution"
-    told = ast.get_docstring(tree_of(MODULES[f"{package}.__init__"])) or ""
+    told = (
+        ast.get_docstring(ast.parse(MODULES[f"{package}.__init__"].read_text(encoding="utf-8")))
+        or ""
+    )
     classes = {
         node.name
         for name, path in MODULES.items()
         if name.startswith(f"{package}.")
-        for node in tree_of(path).body
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     }
     named = {each for each in told.split("`")[1::2] if each[0].isupper()}

@@ -439,6 +439,7 @@ def test_a_line_that_is_not_json(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- arguments
 
 
+@pytest.mark.slow
 def test_wrong_arguments(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ortops.ArgumentError, match="folder_or_file must be the path of a folder"):
         FineTuning(tmp_path / "absent")

@@ -398,6 +398,7 @@ def test_templates_have_limits_and_the_blame(
         Tokenizer(open_folder(folder)).chat(conversation("a"))
 
 
+@pytest.mark.slow
 def test_data_are_blamed_for_what_only_they_do(plain: FineTuning, tmp_path: Path) -> None:
     refusing = "{% for m in messages %}{% if m.role != ['user', 'assistant'][loop.index0 % 2] %}"
     refusing += (

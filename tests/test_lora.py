@@ -1356,6 +1356,7 @@ def test_dropout_drops_inputs_of_a_in_training_only(opset: int) -> None:
     np.testing.assert_allclose(session.predict({"x": ones})["y"], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_with_dropout_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole, part = with_dropout(0.5), with_dropout(0.5)
     x = normal(3, 64, seed=1)

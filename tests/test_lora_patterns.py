@@ -105,6 +105,7 @@ LAYER = "a" * 60
 RUN = "import sys; from ortops import lora; lora.from_peft(sys.argv[1], sys.argv[2])"
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["rank_pattern", "alpha_pattern"])
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", "(a|aa)*b", "(.*)*b", "a*" * 30 + "b"])

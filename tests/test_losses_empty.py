@@ -68,6 +68,7 @@ OF_NOTHING = [
 ]
 
 
+@pytest.mark.nightly(22)
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("name", "reduction"), OF_NOTHING)
@@ -194,6 +195,7 @@ STILL = ortops.optimizers.SGD(0.0)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @every_kind
 def test_a_step_of_nothing_changes_no_weight(kind: str) -> None:

@@ -513,6 +513,7 @@ def test_divergence_from_targets_that_are_0() -> None:
     np.testing.assert_allclose(gradients["y"], [[0, -1, 0]])
 
 
+@pytest.mark.slow
 def test_embeddings_that_are_equal_or_0() -> None:
     a = np.array([[0.0, 0.0], [1.0, 2.0], [0.0, 0.0]])
     for p in (1, 2, 2.5, np.inf):

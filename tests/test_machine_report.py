@@ -341,6 +341,7 @@ def test_a_device_with_memory_of_its_own_agrees(joined: int) -> None:
     assert found["agrees"]
 
 
+@pytest.mark.slow
 def test_a_provider_that_computes_something_else_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the learning rate, in place of a wrong kernel."""
     losses = measurements._losses
@@ -454,6 +455,7 @@ def test_a_language_model_is_tuned_with_peft(tmp_path: Path) -> None:
     assert measurements.language("0.1·10⁹", 16, peer="torch", **given)["tokens"] > 0
 
 
+@pytest.mark.nightly(0)
 @pytest.mark.slow
 @pytest.mark.optional("mpi4py", "distributed")
 def test_steps_of_two_ranks(tmp_path: Path) -> None:

@@ -373,7 +373,7 @@ def test_arrays(name: str) -> None:
     assert_close(by_arrays(case.optimizer, start, given), wanted, start, 1e-6)
 
 
-@pytest.mark.nightly(17)
+@pytest.mark.nightly(8)
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
@@ -431,7 +431,7 @@ def test_the_bounds_can_fail(name: str) -> None:
             assert_close(found, wanted, start, 1e-6)
 
 
-@pytest.mark.nightly(18)
+@pytest.mark.nightly(9)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)

@@ -136,6 +136,7 @@ def test_steps_on_a_device_are_the_same(
         np.testing.assert_allclose(device.state[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.quick(1)
 def test_both_halves_of_a_step(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
@@ -151,6 +152,7 @@ def test_both_halves_of_a_step(
     assert_same_arrays(device.step(batch), ours.step(batch))
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.quick(1)
 def test_several_steps_in_a_run(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
@@ -161,6 +163,7 @@ def test_several_steps_in_a_run(
     assert_same_arrays(by_name(device), by_name(ours))
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.quick(1)
 def test_state_is_set_and_reset(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings

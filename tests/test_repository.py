@@ -274,6 +274,7 @@ def test_import_is_light():
     assert run.stdout.split() == []
 
 
+@pytest.mark.slow
 def test_what_is_lowered_runs_without_the_libraries_that_lower(tmp_path):
     """Of onnx-ir and sympy, the import takes longer than that of everything else together."""
     script = """

@@ -169,6 +169,7 @@ def output_of(case: Case) -> np.ndarray:
     return run(model, dict(zip(names, case.inputs, strict=True)))[0]
 
 
+@pytest.mark.nightly(30)
 @pytest.mark.quick(12)
 @pytest.mark.parametrize("known", [2, 4], ids=["channels", "all_but_batch"])
 @by_case(CONV + TRANSPOSE)
@@ -251,6 +252,7 @@ GRID = list(
 )
 
 
+@pytest.mark.nightly(50)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("transposed", [False, True], ids=["Conv", "ConvTranspose"])

@@ -63,6 +63,7 @@ def rates(make: Any, given: dict[str, Any], steps: int) -> list[float]:
     return [schedule(n) for n in range(steps)]
 
 
+@pytest.mark.nightly(10)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("case", EACH)
 @pytest.mark.parametrize(
@@ -201,6 +202,7 @@ def test_a_schedule_of_unknown_length_has_no_values() -> None:
     assert schedule.description == "cosine(restarts=0, end=0.0)"
 
 
+@pytest.mark.slow
 def test_a_step_graph_has_the_number_of_fit(tmp_path: Path) -> None:
     session = TrainingSession(model(schedules.cosine(0.2)))
     with pytest.raises(ModelError, match="save the session after that"):

@@ -85,6 +85,7 @@ def test_probabilities_are_those_of_the_model(iris):
     np.testing.assert_allclose(classifier.predict_proba(X), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_output_tells_two_classes(iris):
     X, y = iris
     X, y = X[:100], np.array(["no", "yes"])[y[:100]]
@@ -144,6 +145,7 @@ def test_partial_fit_goes_on(iris):
         parts.partial_fit(X, y + 7)
 
 
+@pytest.mark.slow
 def test_warm_start_goes_on_and_fit_begins_anew(iris):
     X, y = iris
     warm = ortops.sklearn.OnnxClassifier(small_mlp, epochs=1, warm_start=True).fit(X, y).fit(X, y)
@@ -269,6 +271,7 @@ def test_several_inputs_are_refused():
         ortops.sklearn.OnnxRegressor(model).fit(np.ones((4, 2)), np.ones((4, 2)))
 
 
+@pytest.mark.slow
 def test_classes_are_sorted_whatever_the_outputs_stand_for(iris):
     X, y = iris
     labels = np.array(["c", "a", "b"])  # the labels of outputs 0, 1 and 2

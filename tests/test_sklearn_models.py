@@ -287,6 +287,7 @@ def test_without_zipmap(name: str) -> None:
     check(proto, inputs_of(name))
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("opset", [12, 15, 18, 21])
 @pytest.mark.parametrize(

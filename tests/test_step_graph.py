@@ -103,6 +103,7 @@ def with_library(step: onnx.ModelProto) -> onnxruntime.InferenceSession:
 # ------------------------------------------------------------------------------------- numbers
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)

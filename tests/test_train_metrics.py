@@ -200,6 +200,7 @@ def test_without_an_update_they_are_those_of_evaluate(case: str, settings: Any) 
         assert history[0][name] == pytest.approx(measured[name], rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_edit_distances_of_ctc() -> None:
     session = ctc.session(ctc.parsed(ctc.LOG_SOFTMAX))
     given = ctc.batch()
@@ -298,6 +299,7 @@ class Largest(StreamingMetric):
         return self.largest
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])

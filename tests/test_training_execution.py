@@ -136,7 +136,7 @@ WAYS = {
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-@pytest.mark.nightly(30)
+@pytest.mark.nightly(14)
 @pytest.mark.quick(2)
 @every_way
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
@@ -316,6 +316,7 @@ def test_state_is_whole_while_steps_are_made(way: str) -> None:
 # ---------------------------------------------------------------------------------- run_steps
 
 
+@pytest.mark.nightly(12)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
 def test_run_steps_are_steps(optimizer: Any) -> None:

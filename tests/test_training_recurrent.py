@@ -124,6 +124,7 @@ def check(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
         assert scale > 0
 
 
+@pytest.mark.nightly(11)
 @pytest.mark.quick(3)
 @CELLS
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
@@ -134,6 +135,7 @@ def test_gradients(
     check(*build(operator, direction=direction, symbolic=symbolic, **attributes))
 
 
+@pytest.mark.nightly(22)
 @pytest.mark.quick(4)
 @CELLS
 @pytest.mark.parametrize("optional", ["", "B", "h", "Bh"])

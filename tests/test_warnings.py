@@ -29,6 +29,7 @@ def quantized_lstm(folder: Path) -> onnx.ModelProto:
     return onnx.load(folder / "quantized.onnx")
 
 
+@pytest.mark.slow
 def test_a_quantized_lstm_trains_without_warnings(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -289,6 +289,7 @@ def test_what_falls_back_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert 0 < len(fallen) < len(counts) / 2
 
 
+@pytest.mark.slow
 def test_names_of_the_provider() -> None:
     model = built()
     expected = TrainingSession(model, providers=["webgpu"]).step(BATCH)
@@ -374,6 +375,7 @@ def test_learning_rates_are_tried_on_the_device(caplog: pytest.LogCaptureFixture
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     onnx.save(built(), tmp_path / "model.onnx")
     np.savez(tmp_path / "data.npz", **BATCH)

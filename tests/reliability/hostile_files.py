@@ -33,7 +33,7 @@ from fuzz_run import READERS, tell, values_of
 import ortops
 from ortops import cli
 
-SECONDS = 10
+SECONDS = 60
 """How long reading may take, on a machine that does other things as well."""
 
 MEMORY = 2**30

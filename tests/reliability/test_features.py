@@ -32,7 +32,7 @@ from ortops import OrtopsError, TrainingSession
 from ortops.engine.training.fit_options import OPTIONS
 
 DRAWS = int(os.environ.get("ORTOPS_FEATURES_DRAWS", "30" if SOAK == 1 else str(1000 * SOAK)))
-"""How many combinations are drawn: 552 have every pair of values, 150 nine of ten, and 40 six."""
+"""How many combinations are drawn: 552 have every pair of values, 150 nine of ten, 30 over half."""
 
 SEED = int(os.environ.get("ORTOPS_FEATURES_SEED", "0"))
 """Determines which ones."""

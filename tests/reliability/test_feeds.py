@@ -371,6 +371,7 @@ def kind(dtype: str) -> int:
     return {"?": 0, "i": 1, "u": 1, "f": 2}[dtype.lstrip("<>=")[0]]
 
 
+@pytest.mark.slow
 def test_a_value_survives_or_is_refused() -> None:
     wanted_types = ["?", "i1", "u1", "i4", "i8", "u8", "f2", "f4", "f8"]
     with all_violations() as check:
