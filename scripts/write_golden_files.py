@@ -34,7 +34,7 @@ from ortops import optimizers as o
 from ortops import schedules as s
 
 Arrays = dict[str, Any]
-LARGEST_FILE = 60_000
+LARGEST_FILE = 100_000
 
 
 # ------------------------------------------------------------------------- models and batches
@@ -295,6 +295,10 @@ OPTIMIZERS = {
         )
         for name, make in o.OPTIMIZERS.items()
     },
+    "adam8bit": classified(linear, optimizer=o.Adam8bit(0.05, min_8bit_size=1)),
+    "adam_after_correction": classified(
+        linear, optimizer=o.Adam(0.05, epsilon_after_correction=True)
+    ),
     "sgd_nesterov": classified(linear, optimizer=o.SGD(0.05, momentum=0.9, nesterov=True)),
 }
 SCHEDULED = {
@@ -334,14 +338,6 @@ FEATURES = {
         },
         predicted=["energy"],
     ),
-}
-LATER = {
-    "schedule_free": classified(linear, optimizer=o.ScheduleFreeAdamW(0.05)),
-    "prodigy": classified(linear, optimizer=o.Prodigy()),
-    "adam8bit": classified(linear, optimizer=o.Adam8bit(0.05, min_8bit_size=1)),
-    "adam_after_correction": classified(
-        linear, optimizer=o.Adam(0.05, epsilon_after_correction=True)
-    ),
     "part_trained": classified(optimizer=o.Adam(0.05), trainable=["w1"]),
     "smoothed_weighted": classified(
         linear,
@@ -356,10 +352,6 @@ LATER = {
         },
         {"loss": losses.Quantile(quantiles=[0.1, 0.25, 0.5, 0.9]), "optimizer": o.SGD(0.05)},
     ),
-}
-"""What there is since the first files."""
-
-SEVERAL = {
     "two_entries": Case(
         classifier,
         lambda seed: labelled(5, seed=seed),
@@ -804,8 +796,6 @@ PARTS: dict[str, Callable[[Path], None]] = {
     "schedules": functools.partial(write_trainable, cases=SCHEDULED),
     "features": functools.partial(write_trainable, cases=FEATURES),
     "exact": functools.partial(write_trainable, cases=EXACT),
-    "later": functools.partial(write_trainable, cases=LATER),
-    "entries": functools.partial(write_trainable, cases=SEVERAL),
     "resume": write_resumed,
     "command_line": write_command_line,
     "lora": write_lora,

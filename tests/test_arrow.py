@@ -236,6 +236,24 @@ def test_categories_and_numbers_of_rows(tmp_path: Path) -> None:
     assert len(found) == 4
 
 
+def test_columns_have_sizes_and_rows_plain_values(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    lists = [[{"n": row}] * (row % 3) for row in range(10)]
+    columns = {"a": np.arange(10.0), "a.b": ["text"] * 10, "c": lists}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet", row_group_size=4)
+    found = open_arrow(tmp_path / "rows.parquet")
+    sizes = [block.sizes for block in found._blocks.blocks]
+    assert [each["a"] for each in sizes] == [32, 32, 16]
+    assert all(each["a.b"] >= 8 * rows for each, rows in zip(sizes, (4, 4, 2), strict=True))
+    assert sum(each["c"] for each in sizes) > 0
+    assert set().union(*sizes) == set(columns)
+    part = found.part(1, 9)
+    assert part.records(2, 6) == pyarrow.table(columns).slice(3, 4).to_pylist()
+    assert part.column("a").to_pylist() == list(range(1, 9))
+
+
 def missing(columns: dict[str, Any]) -> dict[str, Any]:
     return {name: [None, *list(c)[1:]] for name, c in columns.items()}
 

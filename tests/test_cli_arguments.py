@@ -18,7 +18,6 @@ from violations import all_violations
 
 from ortops import TrainingSession, build_training_model, losses, metrics, schedules
 from ortops.cli import main
-from ortops.cli.configuration import read_options
 from ortops.cli.parser import make_parser
 from ortops.data import image_folder
 from ortops.optimizers import Adam, AdamW
@@ -408,10 +407,3 @@ def test_images_are_the_same(dtype: str, tmp_path: Path, monkeypatch: pytest.Mon
                 images = image_folder("photos", dtype=onnx_dtype[dtype], **settings)
                 wanted = images.images(np.arange(4))
                 np.testing.assert_array_equal(np.load("found.npz")["y"], wanted, strict=True)
-
-
-def test_former_names_in_files_of_options(folder: Path) -> None:
-    Path("a.toml").write_text("deviation = [2.0]\nmean = [1.0]\n")
-    options = make_parser("").parse_args(["train", "model.onnx", "--config", "a.toml"])
-    read_options(options, make_parser(""))
-    assert (options.std, options.mean) == ([2.0], [1.0])

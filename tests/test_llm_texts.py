@@ -14,6 +14,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,7 @@ from ortops.llm import FineTuning, rendering
 from ortops.llm.batches import packed
 from ortops.llm.examples import chat, read_examples
 from ortops.llm.folder import open_folder
-from ortops.llm.row_kinds import read_pairs
-from ortops.llm.sequence_pairs import read_sequence_pairs
+from ortops.llm.row_kinds import Comparisons, SequencePairs
 from ortops.llm.tokenization import Tokenizer
 
 pytestmark = [pytest.mark.optional("tokenizers", "llm"), pytest.mark.optional("jinja2", "llm")]
@@ -185,7 +185,7 @@ def test_labels_are_trained_as_in_transformers(plain: FineTuning) -> None:
     assert plain.show([row]) == "row 1: 4 tokens, 2 trained\nA«F»C«H»"
     pairs = [{"prompt": [65], "chosen": [66], "rejected": [67.0]}]
     with pytest.raises(ortops.FeedError, match=r"row 1 must have .*an integer, got 67.0"):
-        read_pairs(pairs, lambda: plain.tokenizer, max_length=9)
+        Comparisons(plain._folder, lambda: plain.tokenizer, None).read(pairs, 9, "all")
 
 
 def served_logits(tuning: FineTuning, tokens: list[int]) -> np.ndarray:
@@ -244,13 +244,16 @@ def test_tokens_of_all_kinds_of_rows(plain: FineTuning, tmp_path: Path) -> None:
         {"prompt": [True], "chosen": [2], "rejected": [3]},
         {"prompt": {1: 2}, "chosen": [2], "rejected": [3]},
     ]
+    settings = (lambda: plain.tokenizer, 9)
+    source = SequencePairs(SimpleNamespace(inputs={}), folder, *settings)  # type: ignore[arg-type]
+    comparison = Comparisons(plain._folder, *settings)
     with all_violations() as check:
         for row in sources:
             with check(row), pytest.raises(ortops.FeedError, match=r"data: row 1 "):
-                read_sequence_pairs([row], lambda: plain.tokenizer, folder, 9, words=9)
+                source.read([row], 9, "all")
         for row in pairs:
             with check(row), pytest.raises(ortops.FeedError, match=r"data: row 1 "):
-                read_pairs([row], lambda: plain.tokenizer, max_length=9, words=9)
+                comparison.read([row], 9, "all")
         for prompt in ([65.5], [True], [llama.WORDS], [["a"]], [{"content": "x"}], {"role": "x"}):
             with check(prompt), pytest.raises(ortops.ArgumentError, match="prompt"):
                 plain.generate(prompt)

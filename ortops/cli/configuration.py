@@ -38,8 +38,6 @@ def read_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         raise OrtopsError(f"--config '{path}': a number in it has too many digits") from error
     except RecursionError as error:
         raise OrtopsError(f"--config '{path}': its values are nested too deeply") from error
-    if "deviation" in found:  # its former name
-        found["std"] = found.pop("deviation")
     known = [name.replace("_", "-") for name in vars(options) if name not in _NOT_KEPT]
     for key in found:
         if key not in known:

@@ -22,7 +22,7 @@ from ortops.data.images import (
     make_decoder,
     read_images,
 )
-from ortops.data.rows import ImageRows, balanced_weights
+from ortops.data.rows import ImageRows, balanced_weights, drawn_by_class
 from ortops.engine.training.feeds import Feeds, Inputs
 from ortops.engine.training.row_data import RowData
 from ortops.engine.training.validation_split import hold_out
@@ -78,7 +78,18 @@ class ImageFolder(RowData):
         Raises:
             FeedError: If there are no such rows, or a file cannot be read.
         """
-        return self._rows.images(rows)
+        try:
+            numbers = np.asarray(rows)
+        except (ValueError, OverflowError):  # lists of several lengths
+            numbers = np.empty(())
+        fits = numbers.ndim == 1 and (not numbers.size or numbers.dtype.kind in "iu")
+        if not fits or not np.isin(numbers, range(-len(self), len(self))).all():
+            raise FeedError(
+                f"images: rows must be a list of integers from 0 to {len(self) - 1}, got "
+                f"{rows!r:.80}"
+            )
+        found: npt.NDArray[Any] = self._rows.images[numbers.astype(np.int64)]
+        return found
 
     def take(self, rows: npt.NDArray[np.int64]) -> ImageFolder:
         """Returns some rows, without reading them.
@@ -103,17 +114,44 @@ class ImageFolder(RowData):
 
     def read(self, rows: npt.NDArray[np.int64], inputs: Inputs, epoch: int) -> Feeds:
         """Returns a batch; see `ortops.engine.training.data.RowData`."""
-        return self._rows.read(rows, inputs, epoch)
+        places = rows % len(self)
+        images, target = self._rows.images[places], inputs.place(1)
+        labels: npt.NDArray[Any] = self.labels[places]
+        kind = _type_of_probabilities(inputs)
+        if kind is not None:
+            labels = np.eye(len(self.class_names), dtype=np.float64)[labels]
+        if epoch and self._rows.augmentation is not None:
+            images, shares = self._rows.augmented(images, rows, epoch)
+            if kind is not None and self._rows.mixing:
+                labels = shares * labels + (1 - shares) * np.roll(labels, 1, 0)
+        labels = labels if kind is None else labels.astype(kind)
+        return {inputs.place(0): images} | ({target: labels} if target else {})
 
     def check(self, inputs: Inputs) -> None:
-        """Raises an error if the rows cannot fit some inputs."""
-        self._rows.check(inputs)
+        """Raises an error if labels have to be mixed, but the loss takes class numbers."""
+        target = inputs.place(1)
+        if self._rows.mixing and target in inputs and _type_of_probabilities(inputs) is None:
+            name = type(self._rows.mixing[0]).__name__.lower()
+            raise ArgumentError(
+                f"augment: '{name}' mixes labels, but input '{target}' takes one class number per "
+                "row; train with a loss of probabilities, such as "
+                "losses.SoftmaxCrossEntropy(probabilities=True) or "
+                "losses.BinaryCrossEntropyWithLogits(), or leave it out"
+            )
 
-    def arrange(
-        self, order: np.random.Generator | None, batch_size: int
-    ) -> list[npt.NDArray[np.int64]]:
-        """Returns the numbers of the rows of each batch of an epoch."""
-        return list(self._rows.arrange(order, batch_size))
+    def permutation(self, order: np.random.Generator | None) -> npt.NDArray[np.int64]:
+        """Returns the numbers of the rows in the order of an epoch; see `drawn_by_class`."""
+        if not self._rows.balanced or order is None:
+            return super().permutation(order)
+        return drawn_by_class(self.labels, len(self.class_names), order)
+
+
+def _type_of_probabilities(inputs: Inputs) -> np.dtype[Any] | None:
+    """Returns the type of labels that are probabilities of classes; None for class numbers."""
+    target = inputs.get(inputs.place(1))
+    if target is None or target.dtype is None or target.dims is None:
+        return None
+    return target.dtype if target.dtype.kind == "f" and len(target.dims) == 2 else None
 
 
 def image_folder(
@@ -193,21 +231,15 @@ def image_folder(
             logger.info("data: %s", sentence)
     else:
         images = lazy_images(folder, files, decode)
-    changes, plain = changes_of(augment), ImageRows(images, labels, classes=len(names))
-    black, white = decode.range_of_pixels()
+    changes, (black, white) = changes_of(augment), decode.range_of_pixels()
     changed = Augmentation(changes, seed, decode.axis, black, white) if changes else None
-    rows = ImageRows(
-        *(images, labels),
-        classes=len(names),
-        augmentation=changed,
-        balanced=sampling == "balanced",
-    )
+    rows = ImageRows(images, changed, balanced=sampling == "balanced")
     training = ImageFolder(rows, files, names, labels)
     if not share:
         return training
     rest, aside = hold_out(len(files), share, seed, name="validation_split", unit="images")
     result = training.take(np.sort(rest))
-    result.validation = ImageFolder(plain, files, names, labels).take(np.sort(aside))
+    result.validation = ImageFolder(ImageRows(images), files, names, labels).take(np.sort(aside))
     return result
 
 

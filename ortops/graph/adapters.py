@@ -181,7 +181,7 @@ def _check(found: object, kind: type[Adapter | Module], place: str) -> None:
         raise _refused(
             place + f"{name!r:.80}", f"not be present; known names are {', '.join(sorted(known))}"
         )
-    expected = {each.name: _FIELDS[each.name] for each in fields(kind)}
+    expected = {each.name: FIELDS[each.name] for each in fields(kind)}
     start = f"{where(METADATA_KEY)}: {place}".rstrip(": ")
     check_fields(start, found, expected, optional=_OPTIONAL, remedy=_REMEDY)
 
@@ -227,7 +227,7 @@ _KINDS = ("linear", "convolution", "embedding")
 _NAME = Expected("the name of a tensor", _is_name)
 _FINGERPRINT = re.compile(r"[0-9]{1,3}:[0-9a-f]{32}")
 
-_FIELDS: Mapping[str, Expected] = {
+FIELDS: Mapping[str, Expected] = {
     "rank": Expected("an integer >= 1", is_rank),
     "alpha": Expected("a finite number other than 0", is_alpha),
     "rslora": BOOLEAN,
@@ -248,7 +248,7 @@ _FIELDS: Mapping[str, Expected] = {
     "peft": TEXT,
     "columns": Expected("an array of no or three integers", _is_columns),
 }
-"""What each field must be."""
+"""What each field of `Adapter` and `Module` must be."""
 
 _OPTIONAL = ("dropout",)
 """Fields that `Adapter.dumps` leaves out where they have no effect."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from ortops._common.arguments import choice
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
 from ortops.llm.examples import (
+    IGNORED,
     PADDING,
     Example,
     Rows,
@@ -19,19 +20,17 @@ from ortops.llm.examples import (
     chat,
     errors_of,
     example_of,
+    note,
     read_examples,
     rows_of,
     tokens_of,
 )
 from ortops.llm.folder import Folder
-from ortops.llm.sequence_pairs import Array, pair_feeds, read_sequence_pairs
+from ortops.llm.sequence_pairs import FORMS, Array, Pair, pair_feeds, prefix_of, read_pair
 from ortops.llm.several_files import SeveralFiles
 from ortops.llm.tokenization import Tokenizer
 
 ANSWERS = ("chosen", "rejected")
-
-Pair: TypeAlias = tuple[Example, Example]
-"""The chosen answer, then the rejected one, each with its prompt."""
 
 
 class RowKind(ABC):
@@ -122,16 +121,45 @@ class Sequences(RowKind):
 
 
 class Comparisons(Sequences):
-    """Rows with a better and a worse answer to a prompt."""
+    """Rows with ``prompt``, ``chosen`` and ``rejected``: texts, chats, or tokens.
+
+    Without ``prompt``, the answers are whole chats, which end with the reply.
+    """
 
     needs_one = "DPO"
 
     def read(self, data: Rows, max_length: int, train_on: str) -> Sequence[tuple[Example, ...]]:
         """See `RowKind`."""
+        found = []
         rows = list(rows_of(data))
         if not all(map(_is_preference, rows)):
             raise FeedError("data: for DPO, each row must have chosen and rejected")
-        return read_pairs(rows, self.tokenizer, max_length=max_length, words=self.words)
+        for number, row in enumerate(rows, 1):
+            with errors_of(f"data: row {number}", row, "have prompt, chosen and rejected"):
+                pair = tuple(self._answer(row, name) for name in ANSWERS)
+            length = max(len(each.tokens) for each in pair)
+            if length > max_length:  # a truncated answer would lose what makes it better or worse
+                raise FeedError(
+                    f"data: row {number} has {length} tokens, but max_length is {max_length}; "
+                    "increase max_length, or leave the row out"
+                )
+            if not all(each.trained[1:].any() for each in pair):
+                raise FeedError(f"data: row {number} has an empty answer; leave the row out")
+            found.append(pair)
+        if not found:
+            raise FeedError("data has no rows; give at least one")
+        return found
+
+    def _answer(self, row: Mapping[str, Any], name: str) -> Example:
+        """Returns an answer with its prompt, of which only the answer is trained."""
+        prompt, reply = row.get("prompt", []), row[name]
+        if isinstance(reply, str):
+            return answer(row["prompt"], reply, self.tokenizer())
+        if _is_chat(reply):
+            messages = [*(prompt if _is_chat(prompt) else _said(prompt)), *reply]
+            return chat(messages, self.tokenizer(), "completion")[0]
+        tokens = [*tokens_of(prompt, self.words), *tokens_of(reply, self.words)]
+        return example_of(tokens, [place >= len(prompt) for place in range(len(tokens))])
 
 
 class SequencePairs(RowKind):
@@ -150,8 +178,24 @@ class SequencePairs(RowKind):
 
     def read(self, data: Rows, max_length: int, train_on: str) -> Sequence[Any]:
         """See `RowKind`."""
-        settings = (self.tokenizer, self.folder, max_length, self.words, self.said)
-        return read_sequence_pairs(data, *settings)
+        found, cut = list[Pair](), 0
+        limit = self.folder.config.get("max_target_positions")
+        longest = min(max_length, limit) if isinstance(limit, int) else max_length
+        settings = (self.tokenizer, self.folder, self.words)
+        for number, row in enumerate(rows_of(data), 1):
+            with errors_of(f"data: row {number}", row, FORMS):
+                source, labels = read_pair(row, *settings)
+                prefix = prefix_of(row.get("decoder_prefix", ()), *settings)
+            is_long = source.ndim == 1 and len(source) > max_length
+            rest = max(0, longest - len(prefix))
+            cut += is_long or len(labels) > rest
+            found.append(Pair(source[:max_length] if is_long else source, labels[:rest], prefix))
+            if not len(source) or not (found[-1].labels != IGNORED).any():
+                raise FeedError(f"data: row {number} has no token to train; leave it out")
+        note(self.said, "%d rows were truncated to max_length=%d tokens", cut, longest)
+        if not found:
+            raise FeedError("data: there are no rows")
+        return found
 
     def batch(self, rows: Sequence[Any], padding: str) -> dict[str, Array]:
         """See `RowKind`."""
@@ -174,53 +218,6 @@ class SequencePairs(RowKind):
 def _is_preference(row: Any) -> bool:
     """Whether a row has a chosen and a rejected answer."""
     return isinstance(row, Mapping) and set(ANSWERS) <= set(row)
-
-
-def read_pairs(
-    rows: Rows, tokenizer: Callable[[], Tokenizer], *, max_length: int, words: int | None = None
-) -> list[Pair]:
-    """Reads the rows of a data set.
-
-    Args:
-        rows: Rows with ``prompt``, ``chosen`` and ``rejected``: texts, chats, or tokens. Without
-            ``prompt``, the answers are whole chats, which end with the reply.
-        tokenizer: Returns the tokenizer; not called for rows of tokens.
-        max_length: The largest number of tokens of a prompt with its answer.
-        words: The size of the vocabulary, if it is known.
-
-    Raises:
-        FeedError: If a row has another form, or is longer than ``max_length``.
-    """
-    found = []
-    for number, row in enumerate(rows_of(rows), 1):
-        with errors_of(f"data: row {number}", row, "have prompt, chosen and rejected"):
-            pair = tuple(_answer(row, name, tokenizer, words) for name in ANSWERS)
-        length = max(len(each.tokens) for each in pair)
-        if length > max_length:  # a truncated answer would lose what makes it better or worse
-            raise FeedError(
-                f"data: row {number} has {length} tokens, but max_length is {max_length}; increase "
-                "max_length, or leave the row out"
-            )
-        if not all(each.trained[1:].any() for each in pair):
-            raise FeedError(f"data: row {number} has an empty answer; leave the row out")
-        found.append((pair[0], pair[1]))
-    if not found:
-        raise FeedError("data has no rows; give at least one")
-    return found
-
-
-def _answer(
-    row: Mapping[str, Any], name: str, tokenizer: Callable[[], Tokenizer], words: int | None
-) -> Example:
-    """Returns an answer with its prompt, of which only the answer is trained."""
-    prompt, reply = row.get("prompt", []), row[name]
-    if isinstance(reply, str):
-        return answer(row["prompt"], reply, tokenizer())
-    if _is_chat(reply):
-        messages = [*(prompt if _is_chat(prompt) else _said(prompt)), *reply]
-        return chat(messages, tokenizer(), "completion")[0]
-    tokens = [*tokens_of(prompt, words), *tokens_of(reply, words)]
-    return example_of(tokens, [place >= len(prompt) for place in range(len(tokens))])
 
 
 def _said(prompt: Any) -> list[dict[str, str]]:

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import ArgumentError, FeedError, ModelError
-from ortops.llm.examples import IGNORED, Rows, errors_of, note, rows_of, tokens_of
+from ortops.llm.examples import IGNORED, tokens_of
 from ortops.llm.folder import Folder
 from ortops.llm.tokenization import Tokenizer
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_FORMS = "have prompt and completion, input_ids and labels, or input_features and text or labels"
+FORMS = "have prompt and completion, input_ids and labels, or input_features and text or labels"
 
 
 @dataclass(frozen=True)
@@ -48,50 +48,10 @@ def start_token(folder: Folder) -> int:
     return found
 
 
-def read_sequence_pairs(
-    rows: Rows,
-    tokenizer: Callable[[], Tokenizer],
-    folder: Folder,
-    max_length: int,
-    words: int | None = None,
-    said: set[str] | None = None,
-) -> list[Pair]:
-    """Reads the rows of a data set; logs how many are truncated.
-
-    Args:
-        rows: The rows (see `ortops.llm.FineTuning.fit`).
-        tokenizer: Returns the tokenizer; not called for rows without text.
-        folder: The folder.
-        max_length: The largest number of tokens of an input or output.
-        words: The size of the vocabulary, if it is known.
-        said: What was warned of, see `ortops.llm.examples.note`.
-
-    Raises:
-        FeedError: If a row has another form.
-    """
-    found, cut = list[Pair](), 0
-    limit = folder.config.get("max_target_positions")
-    longest = min(max_length, limit) if isinstance(limit, int) else max_length
-    for number, row in enumerate(rows_of(rows), 1):
-        with errors_of(f"data: row {number}", row, _FORMS):
-            source, labels = _pair(row, tokenizer, folder, words)
-            prefix = prefix_of(row.get("decoder_prefix", ()), tokenizer, folder, words)
-        is_long = source.ndim == 1 and len(source) > max_length
-        rest = max(0, longest - len(prefix))
-        cut += is_long or len(labels) > rest
-        found.append(Pair(source[:max_length] if is_long else source, labels[:rest], prefix))
-        if not len(source) or not (found[-1].labels != IGNORED).any():
-            raise FeedError(f"data: row {number} has no token to train; leave it out")
-    said = set() if said is None else said
-    note(said, "%d rows were truncated to max_length=%d tokens", cut, longest)
-    if not found:
-        raise FeedError("data: there are no rows")
-    return found
-
-
-def _pair(
+def read_pair(
     row: Any, tokenizer: Callable[[], Tokenizer], folder: Folder, words: int | None
 ) -> tuple[Array, npt.NDArray[np.int64]]:
+    """Returns what the encoder reads of a row, and the labels of the decoder."""
     if not isinstance(row, Mapping):
         raise TypeError("not a dict")
     source: Array

@@ -19,9 +19,10 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError, OrtopsError, UnsupportedError
 from ortops.graph import convert
-from ortops.graph.adapters import Adapter, is_alpha, is_dropout, is_rank, scaling
+from ortops.graph.adapters import FIELDS, Adapter, scaling
 from ortops.graph.files import loading
 from ortops.graph.files.atomic import TEMPORARY, siblings, write_together
+from ortops.graph.files.json_fields import check_fields, or_null
 from ortops.graph.files.json_text import read_settings
 from ortops.graph.files.loading import ModelLike, readable
 from ortops.graph.files.opening import file_in_folder
@@ -53,6 +54,15 @@ _WITHOUT_EFFECT = {
     *("init_lora_weights", "corda_config", "lora_ga_config"),
 }
 """Settings that are read here, or that do not affect what a trained adapter computes."""
+
+_FIELDS = {
+    "r": FIELDS["rank"],
+    "lora_alpha": FIELDS["alpha"],
+    "use_rslora": or_null(FIELDS["rslora"]),
+    "lora_dropout": or_null(FIELDS["dropout"]),
+    **{name: or_null(FIELDS[name]) for name in ("rank_pattern", "alpha_pattern")},
+}
+"""What settings must be, if they are there."""
 
 _SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Initializations of A and B that do not change the weights of the base."""
@@ -332,7 +342,7 @@ def _config(file: Path) -> dict[str, Any]:
         kind = config.get("peft_type")
         raise UnsupportedError(f"file '{file}': peft_type must be 'LORA', got {kind!r:.80}")
     _refuse_more_than_lora(file, config)
-    _check_numbers(file, config)
+    check_fields(f"file '{file}'", config, _FIELDS, optional=_FIELDS, remedy=remedy)
     return config
 
 
@@ -363,33 +373,6 @@ def _refuse_more_than_lora(file: Path, config: Mapping[str, Any]) -> None:
                 f"file '{file}': the setting {name:.80}={value!r:.80} is not supported, as it is "
                 "not plain LoRA; train without it"
             )
-
-
-def _check_numbers(file: Path, config: Mapping[str, Any]) -> None:
-    if type(config.get("use_rslora") or False) is not bool:
-        raise ModelError(
-            f"file '{file}': use_rslora must be true or false, got {config['use_rslora']!r:.80}"
-        )
-    dropout = config.get("lora_dropout")
-    if dropout is not None and not is_dropout(dropout):
-        raise ModelError(
-            f"file '{file}': lora_dropout must be a number >= 0 and < 1, got {dropout!r:.80}"
-        )
-    for name, pattern, is_legal, accepted in (
-        ("r", "rank_pattern", is_rank, "an integer >= 1"),
-        ("lora_alpha", "alpha_pattern", is_alpha, "a finite number other than 0"),
-    ):
-        numbers = config.get(pattern) or {}
-        if not isinstance(numbers, dict):
-            raise ModelError(
-                f"file '{file}': {pattern} must be an object of numbers, got {numbers!r:.80}"
-            )
-        given = {f"{pattern} {key!r:.80}": number for key, number in numbers.items()}
-        if name in config:
-            given[name] = config[name]
-        for what, number in given.items():
-            if not is_legal(number):
-                raise ModelError(f"file '{file}': {what} must be {accepted}, got {number!r:.80}")
 
 
 def _tensors(file: Path) -> dict[str, Array]:
