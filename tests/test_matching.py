@@ -386,6 +386,27 @@ def test_readers_in_other_graphs_count() -> None:
                 assert "QuickGelu" not in kinds
 
 
+def test_values_of_the_outer_graph_are_no_outputs_of_bodies() -> None:
+    made = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        g (float[2, 4] x, bool yes) => (float[2, 4] out, float[2, 4] also) {
+            h = Relu (x)
+            also = Neg (h)
+            out = If (yes) <
+                then_branch = t () => (float[2, 4] y) { y = Identity (h) },
+                else_branch = e () => (float[2, 4] z) {
+                    a = Transpose <perm = [1, 0]> (h)
+                    z = Transpose <perm = [1, 0]> (a)
+                }
+            >
+        }""")
+    after = lowered(made, normal_form.NORMAL_FORM)
+    for attribute in after.graph.node[-1].attribute:
+        assert [node.op_type for node in attribute.g.node] == ["Identity"]
+    for yes in (True, False):
+        feeds = {"x": X, "yes": np.array(yes)}
+        np.testing.assert_array_equal(run(after, feeds)[0], run(made, feeds, optimize=False)[0])
+
+
 # ------------------------------------------------------------------------------------------ time
 
 
