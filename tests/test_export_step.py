@@ -501,7 +501,7 @@ def test_what_there_is_not_is_refused() -> None:
     with pytest.raises(ArgumentError, match="part must be None, 'gradients' or 'apply', got 'up"):
         step_graph(given, part="update")  # type: ignore[arg-type]
     with pytest.raises(
-        ArgumentError, match="target must be None, 'onnxruntime' or 'webgpu', got 'tpu'"
+        ArgumentError, match="target must be None, 'onnxruntime', 'cuda' or 'webgpu', got 'tpu'"
     ):
         step_graph(given, target="tpu")  # type: ignore[arg-type]
 

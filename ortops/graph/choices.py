@@ -41,10 +41,16 @@ def chosen_indices(node: ir.Node, result: ir.Value, axis: int) -> Sequence[int] 
         axis: The axis.
 
     Returns:
-        The indices; None if they are unknown, or some do not exist.
+        The indices; None if they are unknown, some do not exist, or the node does not choose.
     """
     axes, x = chosen_axes(node), node.inputs[0]
-    if axes is None or axis not in axes or x is None or x.shape is None:
+    if (
+        node.op_type not in CHOOSING
+        or axes is None
+        or axis not in axes
+        or x is None
+        or x.shape is None
+    ):
         return None
     known = x.shape[axis]
     size = known if isinstance(known, int) else None
