@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.graph.edit import attribute_values
+from ortops.graph.operators import ELEMENTWISE, having
 from ortops.graph.tensor import Tape, Tensor, op
 
 Function: TypeAlias = Callable[..., Any]
@@ -225,23 +226,15 @@ def _aligned(mapped: Sequence[bool], inputs: Sequence[Tensor | None], rank: int 
 
 
 @rule(
-    *("Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Bernoulli", "BitwiseNot", "Cast"),
-    *("Ceil", "Celu", "Clip", "Cos", "Cosh", "Det", "Dropout", "Elu", "Erf", "Exp", "Floor"),
-    *("Gelu", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN", "LeakyRelu", "Log", "Mish"),
-    *("Neg", "Not", "RandomNormalLike", "RandomUniformLike", "Reciprocal", "Relu", "Round", "Selu"),
-    *("Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Swish", "Tan"),
-    *("Tanh", "ThresholdedRelu", "Trilu"),
+    *sorted(ELEMENTWISE - having("broadcasts") - {"CastLike", "PRelu", "SwiGLU"}),
+    *("Bernoulli", "Det", "Dropout", "RandomNormalLike", "RandomUniformLike", "Trilu"),
     at=(0,),
 )
 def _each_element(again: Any, *inputs: Any) -> Any:
     return again(*inputs)
 
 
-@rule(
-    *("Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater"),
-    *("GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "Pow"),
-    *("Sub", "Sum", "Where", "Xor"),
-)
+@rule(*sorted(having("broadcasts")))
 def _broadcast(again: Any, mapped: list[bool], *inputs: Any) -> Any:
     return again(*_aligned(mapped, inputs))
 

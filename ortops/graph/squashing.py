@@ -15,7 +15,6 @@ import onnx_ir as ir
 
 from ortops._common.numbers import Array
 from ortops.graph.edit import (
-    MOVES,
     Steps,
     attribute_values,
     inner_graphs,
@@ -23,6 +22,7 @@ from ortops.graph.edit import (
     producer_of,
     unrolled,
 )
+from ortops.graph.operators import MOVES
 from ortops.graph.tensor import constant_tensor
 
 Kind: TypeAlias = Literal["softmax", "log_softmax", "sigmoid", "complement", "probabilities"]

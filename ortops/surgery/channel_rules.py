@@ -9,7 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import ELEMENTWISE, describe, has_one_reader, inner_graphs, producer_of
+from ortops.graph.edit import describe, has_one_reader, inner_graphs, producer_of
+from ortops.graph.operators import ELEMENTWISE, MICROSOFT, having
 from ortops.surgery.channels import Axes, Channels, Labels
 from ortops.surgery.reading import constant, integers
 
@@ -90,8 +91,8 @@ def _shapes(channels: Channels, node: ir.Node) -> list[tuple[Axes, _Sizes]] | No
     return found
 
 
-@_rule(*sorted(ELEMENTWISE), "BitwiseAnd", "HardSwish", "Mod", "PRelu", "Shrink", "Swish")
-@_rule("BiasGelu", "FastGelu", "Gelu", "QuickGelu", domain="com.microsoft")
+@_rule(*sorted(ELEMENTWISE))
+@_rule(*sorted(having("elementwise", MICROSOFT)), domain=MICROSOFT)
 def _elementwise(channels: Channels, node: ir.Node) -> None:
     shapes = _shapes(channels, node)
     if shapes is None:

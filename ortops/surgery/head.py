@@ -13,7 +13,6 @@ import onnx_ir as ir
 from ortops._common.arguments import whole_number
 from ortops.errors import ModelError, UnsupportedError, did_you_mean
 from ortops.graph.edit import (
-    ELEMENTWISE,
     all_nodes,
     ancestor_nodes,
     describe,
@@ -22,6 +21,7 @@ from ortops.graph.edit import (
 )
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.operators import ELEMENTWISE, MOVES, PRODUCTS, having
 from ortops.graph.tensor import Names, Tape
 from ortops.surgery.reading import (
     Array,
@@ -37,18 +37,15 @@ from ortops.surgery.reading import (
 
 _LAYERS = ("Conv", "FusedConv", "FusedGemm", "FusedMatMul", "Gemm", "MatMul")
 
-_OTHER_LAYERS = ("ConvTranspose", "DeformConv", "Einsum", "GRU", "LSTM", "RNN")
+_QUANTIZED = PRODUCTS & having("quantized")
 
-_QUANTIZED = (
-    *("ConvInteger", "DynamicQuantizeMatMul", "MatMulBnb4", "MatMulInteger"),
-    *("MatMulIntegerToFloat", "MatMulNBits", "QGemm", "QLinearConv", "QLinearMatMul"),
-)
+_OTHER_LAYERS = (PRODUCTS | having("recurrent")) - _QUANTIZED - {*_LAYERS}
 
 _SAME_SHAPE = {*ELEMENTWISE, "Dropout", "Hardmax", "LogSoftmax", "Softmax"}
 
-_POOLS = ("AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool")
+_POOLS = having("pools")
 
-_OF_NUMBERS = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_OF_NUMBERS = MOVES | having("keeps")
 """Operators that class indices, such as ArgMax's, may pass through without a lookup."""
 
 _PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093, 10099, 10103)

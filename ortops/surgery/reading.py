@@ -15,6 +15,7 @@ from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.files import external, loading
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.operators import MICROSOFT, having
 from ortops.graph.shapes import infer_shapes
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -23,11 +24,7 @@ logger = logging.getLogger("ortops")
 
 _FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
-_LIKE_INPUTS = (
-    *("BiasGelu", "BiasSplitGelu", "CausalConvWithState", "FastGelu", "FusedConv", "FusedGemm"),
-    *("FusedMatMul", "Gelu", "QuickGelu", "SkipLayerNormalization", "Trilu"),
-    "SkipSimplifiedLayerNormalization",
-)
+_LIKE_INPUTS = having("keeps_rank", MICROSOFT)
 """onnxruntime's operators whose output has the rank of an input; onnx cannot infer their shapes."""
 
 
@@ -96,7 +93,7 @@ def _infer_ranks(graph: ir.Graph) -> bool:
         if not node.outputs or node.outputs[0].shape is not None or None in shapes:
             continue
         ranks = [len(shape) for shape in shapes if shape is not None]
-        if node.domain == "com.microsoft" and node.op_type in _LIKE_INPUTS:
+        if node.domain == MICROSOFT and node.op_type in _LIKE_INPUTS:
             node.outputs[0].shape = ir.Shape([None] * max(ranks))
             found = True
         elif node.op_type == "Reshape" and not node.domain and len(shapes) == 2:

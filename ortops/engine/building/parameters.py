@@ -21,75 +21,47 @@ import onnx_ir as ir
 
 from ortops.engine.building.fixed_values import is_fixed_kernel, is_geometric, mask_kind, table_kind
 from ortops.errors import ModelError, did_you_mean
-from ortops.graph.edit import ELEMENTWISE, all_nodes, describe, inner_graphs
+from ortops.graph.edit import all_nodes, describe, inner_graphs
 from ortops.graph.files.external import ends
+from ortops.graph.operators import (
+    ELEMENTWISE,
+    MICROSOFT,
+    MOVES,
+    OPERATORS,
+    PRODUCTS,
+    WEIGHTS,
+    having,
+)
 from ortops.graph.tensor import constant_tensor
 
-_MICROSOFT = "com.microsoft"
-
 SETTINGS: Mapping[tuple[str, str], Collection[int]] = {
-    (domain, operator): inputs
-    for domain, inputs, operators in (
-        ("", (0, 1), ("Mod",)),
-        ("", (0, 1, 2), ("Range",)),
-        ("", range(100), ("Max", "Min")),
-        ("", (1,), ("Dropout", "GridSample", "MaxRoiPool", "Pow", "RoiAlign", "Upsample")),
-        ("", (1, 2), ("Clip", "DequantizeLinear", "QuantizeLinear", "Resize", "RotaryEmbedding")),
-        ("", (1, 4, 6), ("QLinearConv", "QLinearMatMul")),
-        ("", (2,), ("OneHot", "Pad", "STFT")),
-        ("", (3, 4), ("BatchNormalization",)),
-        ("", (5,), ("GRU", "RNN")),
-        ("", (5, 6), ("LSTM",)),
-        (_MICROSOFT, range(100), ("QLinearConcat",)),
-        (_MICROSOFT, (1, 2), ("DequantizeLinear", "QuantizeLinear")),
-        (_MICROSOFT, (1, 3), ("QLinearAveragePool", "QLinearGlobalAveragePool")),
-        (_MICROSOFT, (1, 3), ("QLinearLeakyRelu", "QLinearReduceMean")),
-        (_MICROSOFT, (1, 3), ("QLinearSigmoid", "QLinearSoftmax")),
-        (_MICROSOFT, (1, 4, 6), ("QLinearAdd", "QLinearConv", "QLinearMul")),
-        (_MICROSOFT, (1, 4, 7), ("QGemm",)),
-        (_MICROSOFT, (2,), ("DynamicQuantizeMatMul",)),
-        (_MICROSOFT, (2, 3), ("GatherBlockQuantized", "MatMulIntegerToFloat")),
-        (_MICROSOFT, (2, 3), ("MatMulNBits", "RotaryEmbedding")),
-        (_MICROSOFT, (2, 5, 7), ("QLinearWhere",)),
-        (_MICROSOFT, (3, 4), ("Attention", "QAttention")),
-        (_MICROSOFT, (5, 6, 8, 10), ("DynamicQuantizeLSTM",)),
-        (_MICROSOFT, (7, 8), ("GroupQueryAttention",)),
-    )
-    for operator in operators
+    key: row.settings for key, row in OPERATORS.items() if row.settings
 }
 """Inputs that configure an operator, as opposed to learned weights, by operator."""
 
 _PASSING: Mapping[str, Collection[int]] = {
-    **dict.fromkeys(("Cast", "CastLike", "Expand", "Flatten", "Identity", "Pad"), (0,)),
-    **dict.fromkeys(("DequantizeLinear", "QuantizeLinear", "Reshape", "Slice", "Split"), (0,)),
-    **dict.fromkeys(("Squeeze", "Tile", "Transpose", "Unsqueeze"), (0,)),
+    **dict.fromkeys(MOVES | having("keeps") | having("rounds") | having("copies"), (0,)),
     "Concat": range(10_000),
 }
 """Inputs that an operator only moves or rounds, so that its readers count as readers of them."""
 
-_PRODUCTS = frozenset(
-    {"Conv", "ConvInteger", "ConvTranspose", "Einsum", "FusedConv", "FusedGemm", "FusedMatMul"}
-    | {"Gemm", "MatMul", "MatMulInteger", "MatMulNBits", "QLinearConv", "QLinearMatMul"}
-)
+_NORMALIZATIONS = having("normalizes")
 
-_NORMALIZATIONS = frozenset(
-    {"BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"}
-    | {"RMSNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization"}
-    | {"SkipSimplifiedLayerNormalization"}
-)
+_ONE_NUMBER = ELEMENTWISE - {"PRelu"}
+"""Operators in which one number is no weight."""
 
 _LEAST_IDENTITY = 9  # elements; smaller ones in products are often examples of weights
 
 _KERNELS = frozenset((name, 1) for name in ("Conv", "ConvTranspose", "FusedConv"))
 
-_SINGULAR = frozenset({("Log", 0), ("Sqrt", 0), ("Pow", 0), ("Reciprocal", 0), ("Div", 1)})
+_SINGULAR = {
+    (name, row.singular) for (_, name), row in OPERATORS.items() if row.singular is not None
+}
 """Operators, with an input, whose derivative is infinite or undefined at 0."""
 
-_QUANTIZED: Mapping[str, Collection[int]] = {
-    **dict.fromkeys(("DequantizeLinear", "GatherBlockQuantized"), (0,)),
-    **dict.fromkeys(("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger"), (1,)),
-    **dict.fromkeys(("MatMulIntegerToFloat", "MatMulNBits"), (1,)),
-    **dict.fromkeys(("QGemm", "QLinearConv", "QLinearMatMul"), (3,)),
+_QUANTIZED: Mapping[str, int] = {
+    "DequantizeLinear": 0,
+    **{name: index for name, index in WEIGHTS.items() if name in having("quantized")},
 }
 """Inputs that hold quantized weights, by operator."""
 
@@ -329,7 +301,7 @@ def _ends(value: ir.Value) -> Iterator[Reader | ir.Value]:
             inner = _inner_input(node, index)
             if inner is not None:
                 moved.append(inner)
-            elif index in _PASSING.get(node.op_type, ()) and node.domain in ("", _MICROSOFT):
+            elif index in _PASSING.get(node.op_type, ()) and node.domain in ("", MICROSOFT):
                 moved += node.outputs
             elif node.op_type not in ("Shape", "Size") or node.domain:
                 yield Reader(node, index)
@@ -351,7 +323,7 @@ def quantized(values: Iterable[ir.Value]) -> dict[str, str]:
         if value.dtype is None or value.dtype.is_floating_point():
             continue
         for use in value.uses():
-            if use.idx in _QUANTIZED.get(use.node.op_type, ()):
+            if use.idx == _QUANTIZED.get(use.node.op_type):
                 found[value.name or ""] = f"is {value.dtype}, read by {describe(use.node)}"
     return found
 
@@ -508,7 +480,7 @@ def _why_shared(own: Sequence[Reader], found: Sequence[Reader], value: ir.Value)
         value: The value.
     """
     size, first = _size(value), describe(own[0].node)
-    if len(found) > 1 and size == 1 and all(r.node.op_type in ELEMENTWISE for r in own):
+    if len(found) > 1 and size == 1 and all(r.node.op_type in _ONE_NUMBER for r in own):
         return f"is one number that {len(found)} nodes read, such as {first}"
     return ""
 
@@ -546,7 +518,7 @@ def _why_fixed(own: Sequence[Reader], value: ir.Value) -> str:
     kind = table_kind(values)
     if not any((r.node.op_type, r.index) == ("Gather", 0) for r in own):
         mask = mask_kind(values)
-        in_layer = any(reader.node.op_type in _PRODUCTS for reader in own)
+        in_layer = any(reader.node.op_type in PRODUCTS for reader in own)
         is_small = mask == "a mask of 0 and 1" or values.size < _LEAST_IDENTITY
         kind = kind if in_layer and is_small else mask or kind
     is_vector = sum(size != 1 for size in values.shape) < 2
@@ -572,9 +544,9 @@ def _adds_bias(node: ir.Node, index: int) -> bool:
     """Whether a node adds an input to a product."""
     if node.op_type == "Add" and not node.domain:
         return _is_bias(node, index)
-    if node.op_type in ("GRU", "LSTM", "RNN"):
+    if node.op_type in having("recurrent"):
         return index == 3
-    return node.op_type == "PRelu" or (node.op_type in _PRODUCTS and index == 2)
+    return node.op_type == "PRelu" or (node.op_type in PRODUCTS and index == 2)
 
 
 def _why_not_for(reader: Reader, value: ir.Value) -> str:
@@ -586,7 +558,7 @@ def _why_not_for(reader: Reader, value: ir.Value) -> str:
     if index in SETTINGS.get(key, ()):
         name = _formal_name(node, index)
         return f"is {'input' if name.isdigit() else 'the'} {name} of {describe(node)}"
-    if _size(value) == 1 and not node.domain and node.op_type in ELEMENTWISE | {"Where"}:
+    if _size(value) == 1 and not node.domain and node.op_type in _ONE_NUMBER:
         if node.op_type == "Add" and _is_bias(node, index):
             under = _function_of(node.outputs[0])
             return f"is one number, added under {describe(under)}" if under is not None else ""
@@ -609,7 +581,7 @@ def _is_bias(node: ir.Node, index: int) -> bool:
     """Whether an Add adds the input to a matrix product or a convolution."""
     other = _source(node.inputs[1 - index], _PASSING)
     producer = None if other is None else other.producer()
-    return producer is not None and producer.op_type in _PRODUCTS
+    return producer is not None and producer.op_type in PRODUCTS
 
 
 def _function_of(value: ir.Value) -> ir.Node | None:
@@ -806,9 +778,9 @@ def _layer(node: ir.Node) -> Iterator[ir.Value]:
     if node.op_type == "Add" and not node.domain:
         for value in node.inputs:
             product = None if value is None else value.producer()
-            if product is not None and product.op_type in _PRODUCTS:
+            if product is not None and product.op_type in PRODUCTS:
                 values += product.inputs
-    elif node.op_type in _PRODUCTS:
+    elif node.op_type in PRODUCTS:
         for use in node.outputs[0].uses():
             values += use.node.inputs if use.node.op_type == "Add" else []
     for value in values:

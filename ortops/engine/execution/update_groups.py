@@ -18,7 +18,6 @@ import onnx_ir as ir
 
 from ortops.engine.lowering import TRAINING_DOMAIN, Keep, lower_optimizers
 from ortops.graph.edit import (
-    ELEMENTWISE,
     Steps,
     ancestor_nodes,
     copy_node,
@@ -26,6 +25,7 @@ from ortops.graph.edit import (
     remove_unread_inputs,
     unrolled,
 )
+from ortops.graph.operators import ELEMENTWISE
 from ortops.graph.passes.scaled_sums import overwrites
 from ortops.graph.tensor import Tape, constant_tensor, op
 from ortops.optimizers import OPERATORS

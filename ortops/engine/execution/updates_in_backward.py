@@ -17,7 +17,8 @@ import onnx_ir as ir
 from ortops.engine.execution.split_step_graphs import differentiated
 from ortops.engine.execution.step import Step
 from ortops.errors import UnsupportedError
-from ortops.graph.edit import ELEMENTWISE, read_inputs
+from ortops.graph.edit import read_inputs
+from ortops.graph.operators import ELEMENTWISE
 from ortops.graph.tensor import Names, Tape, op
 
 _SIZED = (  # of what onnxruntime's kernel of Size takes

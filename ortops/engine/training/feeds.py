@@ -19,6 +19,7 @@ from ortops.engine.execution.step import Step
 from ortops.engine.training import foreign_arrays
 from ortops.errors import FREE_BATCH, FeedError, OrtopsError, did_you_mean
 from ortops.graph.labels import Labels, read_labels
+from ortops.graph.operators import MOVES, having
 from ortops.graph.row_axes import RowAxes, row_axes, rows_to
 from ortops.graph.tensor import numpy_dtype
 
@@ -290,7 +291,7 @@ def _survives(array: Array, result: Array) -> Array:
 
 
 _PAST = "past_key_values."
-_MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_MOVING = MOVES | having("keeps")
 
 
 def _check_labels(name: str, labels: Array, accepted: Labels) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import MOVES, has_one_reader
+from ortops.graph.edit import has_one_reader
+from ortops.graph.operators import MOVES
 from ortops.graph.passes.draft import ANYWHERE, ONNXRUNTIME
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
 from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op

@@ -19,7 +19,6 @@ import onnx_ir as ir
 
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.edit import (
-    RANDOM,
     ancestor_nodes,
     copy_node,
     dependent_values,
@@ -28,6 +27,7 @@ from ortops.graph.edit import (
     nodes_between,
     read_inputs,
 )
+from ortops.graph.operators import is_random
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.tensor import Names, Tape, op, shape_of
 
@@ -288,8 +288,7 @@ def _is_deterministic(node: ir.Node) -> bool:
     """Whether a node is known to be deterministic."""
     inner = [other for graph in inner_graphs(node) for other in graph.all_nodes()]
     return all(
-        other.domain in _KNOWN_DOMAINS and not any(part in other.op_type for part in RANDOM)
-        for other in (node, *inner)
+        other.domain in _KNOWN_DOMAINS and not is_random(other.op_type) for other in (node, *inner)
     )
 
 
