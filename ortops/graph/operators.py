@@ -190,8 +190,8 @@ _row("BiasSplitGelu", "CausalConvWithState", "Trilu", domain=MICROSOFT, keeps_ra
 
 _row("DequantizeLinear", "QuantizeLinear", rounds=True, settings=(1, 2))
 _row("DequantizeLinear", "QuantizeLinear", domain=MICROSOFT, rounds=True, settings=(1, 2))
-_MATRIX = {"product": "matrix", "quantized": True}
-_KERNELS = {"product": "convolution", "quantized": True}
+_MATRIX: dict[str, Any] = {"product": "matrix", "quantized": True}
+_KERNELS: dict[str, Any] = {"product": "convolution", "quantized": True}
 _row("ConvInteger", **_KERNELS, weight=1)
 _row("QLinearConv", **_KERNELS, weight=3, settings=(1, 4, 6))
 _row("QLinearConv", domain=MICROSOFT, **_KERNELS, weight=3, settings=(1, 4, 6))
