@@ -690,8 +690,8 @@ def _reverse(again: Any, x: Any, lengths: Any, *, batch_axis: int = 1, time_axis
 def _attention(again: Any, x: Any, k: Any, v: Any, mask: Any = None, *inputs: Any) -> Any:
     if mask is not None and mask.ndim != 2:  # it may differ between rows
         return None
-    q, k, v, *inputs = (each if each is None else _fold(each) for each in (x, k, v, *inputs))
-    return _unfolded(again(q, k, v, mask, *inputs), x)
+    q, k, v, *rows = (each if each is None else _fold(each) for each in (x, k, v, *inputs))
+    return _unfolded(again(q, k, v, mask, *rows), x)
 
 
 @rule("Attention", at=(0, 1, 2, 3, 4, 5, 6))
