@@ -46,16 +46,17 @@ from ortops.engine.lowering import (
 from ortops.engine.training.feeds import Input
 from ortops.errors import FeedError, ModelError, did_you_mean
 from ortops.graph import convert
+from ortops.graph.constants import constant_number, numpy_dtype
 from ortops.graph.edit import all_nodes, is_float, prune
 from ortops.graph.faults import is_affected
 from ortops.graph.files import external
 from ortops.graph.files.messages import has_domain
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, name_gradients
 from ortops.graph.folding import fold
+from ortops.graph.names import Names
 from ortops.graph.operators import is_random
 from ortops.graph.passes.blocked import is_mostly_blocked
 from ortops.graph.passes.order import put_last_results_first
-from ortops.graph.tensor import Names, constant_number, numpy_dtype
 from ortops.graph.weights import lift
 
 Kind: TypeAlias = Literal["outputs", "gradient", "vjp", "jvp", "hvp", "jacobian", "hessian"]

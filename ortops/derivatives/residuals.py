@@ -20,8 +20,8 @@ from ortops.graph.edit import (
     read_inputs,
     take_place,
 )
+from ortops.graph.names import Names
 from ortops.graph.operators import is_random
-from ortops.graph.tensor import Names
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ import onnx_ir as ir
 from ortops._common.numbers import Array
 from ortops.graph.edit import all_nodes, producer_of
 from ortops.graph.files.messages import node_graphs, nodes_within
-from ortops.graph.tensor import Names, Tape, Tensor, op
+from ortops.graph.names import Names
+from ortops.graph.tensor import Tape, Tensor, op
 
 logger = logging.getLogger("ortops")
 

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops._common.numbers import Array
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import (
     Steps,
     attribute_values,
@@ -23,7 +24,6 @@ from ortops.graph.edit import (
     unrolled,
 )
 from ortops.graph.operators import MOVES
-from ortops.graph.tensor import constant_tensor
 
 Kind: TypeAlias = Literal["softmax", "log_softmax", "sigmoid", "complement", "probabilities"]
 

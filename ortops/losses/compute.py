@@ -15,6 +15,7 @@ import onnx_ir as ir
 from ortops._common.arguments import parameters_of
 from ortops._common.numbers import integer
 from ortops.errors import ArgumentError, ModelError, did_you_mean
+from ortops.graph.constants import Dim
 from ortops.graph.edit import (
     Steps,
     attribute_values,
@@ -27,7 +28,7 @@ from ortops.graph.edit import (
 )
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.squashing import Squashed, may_be_bounded, partly_squashed, squashed
-from ortops.graph.tensor import Dim, Tape, Tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses.loss import Function, Loss, Part, Reads, Shape, mean_of, softplus
 from ortops.losses.teacher import put_teacher
 

@@ -25,8 +25,9 @@ from ortops.errors import (
 from ortops.graph.edit import describe, read_inputs
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.names import Names
 from ortops.graph.row_axes import RowAxes, row_axes_of_model
-from ortops.graph.tensor import Names, Tape, Tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 from ortops.surgery.reading import (
     Array,
     constant,

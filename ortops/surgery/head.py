@@ -21,8 +21,9 @@ from ortops.graph.edit import (
 )
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.names import Names
 from ortops.graph.operators import ELEMENTWISE, MOVES, PRODUCTS, having
-from ortops.graph.tensor import Names, Tape
+from ortops.graph.tensor import Tape
 from ortops.surgery.reading import (
     Array,
     constant,

@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from ortops.engine.building.fixed_values import is_fixed_kernel, is_geometric, mask_kind, table_kind
 from ortops.errors import ModelError, did_you_mean
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import all_nodes, describe, inner_graphs
 from ortops.graph.files.external import ends
 from ortops.graph.operators import (
@@ -32,7 +33,6 @@ from ortops.graph.operators import (
     WEIGHTS,
     having,
 )
-from ortops.graph.tensor import constant_tensor
 
 SETTINGS: Mapping[tuple[str, str], Collection[int]] = {
     key: row.settings for key, row in OPERATORS.items() if row.settings

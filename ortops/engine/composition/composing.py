@@ -16,7 +16,7 @@ from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.loading import ModelLike
-from ortops.graph.tensor import Names
+from ortops.graph.names import Names
 
 Key: TypeAlias = tuple[str, str]
 """The name of a part, and of a value of it."""

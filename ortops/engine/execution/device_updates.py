@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortops.engine.execution.update_groups import is_scalar
 from ortops.graph.edit import ancestor_nodes
-from ortops.graph.tensor import Names
+from ortops.graph.names import Names
 
 REMOVES_COPIES = "EliminateIdentity"
 """onnxruntime's optimizer that would remove the copies."""

@@ -14,7 +14,9 @@ from ortops.engine.execution.memory import Memory, ort_value
 from ortops.engine.execution.onnxruntime_sessions import errors_as_ours
 from ortops.engine.execution.packed import Packed
 from ortops.engine.inference import InferenceSession
-from ortops.graph.tensor import IR_VERSION, Names, Tape, op
+from ortops.graph.constants import IR_VERSION
+from ortops.graph.names import Names
+from ortops.graph.tensor import Tape, op
 
 LOSSES = "losses"
 """The output with the loss of each step."""

@@ -22,7 +22,8 @@ from ortops.graph.edit import (
     read_inputs,
     replace_value,
 )
-from ortops.graph.tensor import Names, Tape, Tensor, op
+from ortops.graph.names import Names
+from ortops.graph.tensor import Tape, Tensor, op
 
 
 @dataclass(frozen=True)

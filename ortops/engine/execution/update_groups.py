@@ -17,6 +17,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from ortops.engine.lowering import TRAINING_DOMAIN, Keep, lower_optimizers
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import (
     Steps,
     ancestor_nodes,
@@ -27,7 +28,7 @@ from ortops.graph.edit import (
 )
 from ortops.graph.operators import ELEMENTWISE
 from ortops.graph.passes.scaled_sums import overwrites
-from ortops.graph.tensor import Tape, constant_tensor, op
+from ortops.graph.tensor import Tape, op
 from ortops.optimizers import OPERATORS
 
 Shape: TypeAlias = tuple[int, ...]

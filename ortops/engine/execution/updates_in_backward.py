@@ -18,8 +18,9 @@ from ortops.engine.execution.split_step_graphs import differentiated
 from ortops.engine.execution.step import Step
 from ortops.errors import UnsupportedError
 from ortops.graph.edit import read_inputs
+from ortops.graph.names import Names
 from ortops.graph.operators import ELEMENTWISE
-from ortops.graph.tensor import Names, Tape, op
+from ortops.graph.tensor import Tape, op
 
 _SIZED = (  # of what onnxruntime's kernel of Size takes
     *(ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64, ir.DataType.INT32),

@@ -25,11 +25,12 @@ from ortops.engine.execution.updates_in_backward import order_updates, put_updat
 from ortops.graph.element_types import values_of_type
 from ortops.graph.files import external
 from ortops.graph.files.serialization import to_proto
+from ortops.graph.names import Names
 from ortops.graph.passes.blocked import is_mostly_blocked
 from ortops.graph.passes.order import put_last_results_first
 from ortops.graph.passes.quantized_weights import dequantize_products
 from ortops.graph.passes.scaled_sums import expand
-from ortops.graph.tensor import Names, Tape, op
+from ortops.graph.tensor import Tape, op
 
 _LENT = 2**24
 """Constants of at least this many bytes, such as frozen weights, are shared with onnxruntime."""

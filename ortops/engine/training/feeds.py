@@ -18,10 +18,10 @@ from ortops._common.numbers import cast_numbers
 from ortops.engine.execution.step import Step
 from ortops.engine.training import foreign_arrays
 from ortops.errors import FREE_BATCH, FeedError, OrtopsError, did_you_mean
+from ortops.graph.constants import numpy_dtype
 from ortops.graph.labels import Labels, read_labels
 from ortops.graph.operators import MOVES, having
 from ortops.graph.row_axes import RowAxes, row_axes, rows_to
-from ortops.graph.tensor import numpy_dtype
 
 logger = logging.getLogger("ortops")
 

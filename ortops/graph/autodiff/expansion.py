@@ -22,6 +22,7 @@ from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.autodiff.backward import emit_definition
 from ortops.graph.autodiff.gradient_node import Bound, bound_nodes, infer_outputs, is_bound
 from ortops.graph.autodiff.registry import Definition, Function, Rules
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import (
     all_nodes,
     attribute_values,
@@ -30,8 +31,9 @@ from ortops.graph.edit import (
     remove_unread,
     replace_value,
 )
+from ortops.graph.names import Names
 from ortops.graph.shapes import is_unknown
-from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor
+from ortops.graph.tensor import Tape, Tensor
 
 EXPANDED_DOMAIN = "ortops.expanded"
 """The private domain of nodes that are about to be replaced by a schema's function body."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from ortops.graph.constants import constant_number
 from ortops.graph.edit import attribute_values, has_one_reader, producer_of
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
-from ortops.graph.tensor import Tape, constant_number, op, shape_of
+from ortops.graph.tensor import Tape, op, shape_of
 
 _MANY = 4  # keys for each element of a value: then two Concats are cheaper than a Sub (measured)
 

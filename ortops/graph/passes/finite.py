@@ -10,8 +10,9 @@ import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import is_bound
 from ortops.graph.autodiff.registry import Rules
+from ortops.graph.constants import constant_number
 from ortops.graph.operators import having
-from ortops.graph.tensor import Tensor, constant_number, op
+from ortops.graph.tensor import Tensor, op
 
 # The largest float32, so that its product with any positive normal number is at least 1.
 _STEEP = float(np.finfo(np.float32).max)

@@ -14,11 +14,12 @@ import onnx_ir as ir
 
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules.elementwise import gelu
+from ortops.graph.constants import constant_number
 from ortops.graph.edit import has_one_reader, producer_of
 from ortops.graph.operators import MOVES
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
-from ortops.graph.tensor import Tape, Tensor, constant_number, op
+from ortops.graph.tensor import Tape, Tensor, op
 
 _PARTS = ("Add", "Div", "Erf", "Gelu", "Mul", "Pow", "Tanh")
 _CUBIC = 0.044715

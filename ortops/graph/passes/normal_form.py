@@ -12,12 +12,13 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
+from ortops.graph.constants import constant_number, constant_tensor
 from ortops.graph.edit import Steps, attribute_values, producer_of, unrolled
 from ortops.graph.files.serialization import BOUND_DOMAIN
 from ortops.graph.folding import fold
 from ortops.graph.passes.draft import SESSION, Draft, Pass
 from ortops.graph.passes.rewrite import Pattern, Result, pattern, rewrite
-from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 
 
 @pattern("Identity")

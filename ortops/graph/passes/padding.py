@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import is_bound
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import remove_unread
 from ortops.graph.passes.draft import Draft, Pass
-from ortops.graph.tensor import constant_tensor
 
 
 class _Padding(Pass):

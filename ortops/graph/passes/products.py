@@ -14,11 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from ortops.graph.constants import constant_number, constant_tensor
 from ortops.graph.edit import has_one_reader
 from ortops.graph.operators import MOVES
 from ortops.graph.passes.draft import ANYWHERE, ONNXRUNTIME
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
-from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 
 FUSED_DOMAIN = "com.microsoft"
 

@@ -17,11 +17,13 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortops.graph.autodiff.registry import Cotangents, Table
+from ortops.graph.constants import constant_tensor
+from ortops.graph.names import Names
 from ortops.graph.passes.blocked.kernels import emit_one
 from ortops.graph.passes.draft import SESSION, Draft, Pass
 from ortops.graph.passes.products import fused_matmul
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
-from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 
 _MICROSOFT = "com.microsoft"
 

@@ -27,9 +27,10 @@ from ortops.graph.edit import (
     nodes_between,
     read_inputs,
 )
+from ortops.graph.names import Names
 from ortops.graph.operators import is_random
 from ortops.graph.passes.draft import Draft, Pass
-from ortops.graph.tensor import Names, Tape, op, shape_of
+from ortops.graph.tensor import Tape, op, shape_of
 
 Checkpoint: TypeAlias = Sequence[str] | int | Literal["sqrt"]
 """The names of the tensors to keep, or the number of tensors to choose."""

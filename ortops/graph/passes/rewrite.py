@@ -9,8 +9,9 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from ortops.graph.edit import remove_unread, replace_value, take_place
+from ortops.graph.names import Names
 from ortops.graph.passes.draft import SESSION, Draft, Pass, Runtime
-from ortops.graph.tensor import Names, Tape, Tensor
+from ortops.graph.tensor import Tape, Tensor
 
 Result: TypeAlias = Tensor | Sequence[Tensor] | None
 """The replacements for all outputs of a node; None to keep the node."""

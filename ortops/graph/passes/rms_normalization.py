@@ -10,10 +10,11 @@ import onnx_ir as ir
 
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules.normalization import rms_vjp
+from ortops.graph.constants import constant_number, constant_tensor
 from ortops.graph.edit import has_one_reader, producer_of
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
-from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor
+from ortops.graph.tensor import Tape, Tensor
 
 FUSED = "SimplifiedLayerNormalization"
 """onnxruntime's operator, in the standard domain."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import inner_graphs
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
-from ortops.graph.tensor import Tape, constant_tensor, op
+from ortops.graph.tensor import Tape, op
 
 
 class _Rounding(Pass):

@@ -17,9 +17,11 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 
+from ortops.graph.constants import constant_tensor
+from ortops.graph.names import Names
 from ortops.graph.passes.blocked.kernels import KERNEL_DOMAIN, block_size, convolve, emit_one, sizes
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
-from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 
 DOMAIN = "ortops.scaled_sums"
 """The private domain of a sum y + c · x."""
