@@ -13,7 +13,7 @@ from ortops.graph.constants import Dim
 from ortops.graph.edit import is_float
 from ortops.graph.names import Names
 from ortops.graph.tensor import Tape, Tensor, op
-from ortops.losses.compute import default_output
+from ortops.losses.scene import default_output
 
 Formula: TypeAlias = Callable[..., Sequence[Tensor]]
 """Emits derivatives on a tape, given the seeds."""

@@ -35,7 +35,7 @@ from ortops.graph.files import external, loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.squashing import squashed
-from ortops.losses.compute import default_output
+from ortops.losses.scene import default_output
 from ortops.optimizers import SGD, Optimizer, UpdateRule
 
 

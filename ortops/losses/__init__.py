@@ -31,7 +31,7 @@ from ortops.losses.classification import (
     NextToken,
     SoftmaxCrossEntropy,
 )
-from ortops.losses.compute import Computed, Inputs, Prediction, compute
+from ortops.losses.compute import compute
 from ortops.losses.detection import TaskAligned
 from ortops.losses.distillation import Distillation
 from ortops.losses.loss import Combined, Function, Loss
@@ -46,6 +46,7 @@ from ortops.losses.regression import (
     Quantile,
     SmoothL1,
 )
+from ortops.losses.scene import Computed, Inputs, Prediction
 from ortops.losses.segmentation import Dice
 from ortops.losses.sequence import CTC
 from ortops.losses.similarity import CosineEmbedding, InfoNCE, Triplet
