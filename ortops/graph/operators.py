@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-MICROSOFT = "com.microsoft"
-"""The domain of onnxruntime's own operators."""
+from ortops.graph.files.messages import MICROSOFT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.graph.edit import describe, has_one_reader, inner_graphs, producer_of
-from ortops.graph.operators import ELEMENTWISE, MICROSOFT, having
+from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.operators import ELEMENTWISE, having
 from ortops.surgery.channels import Axes, Channels, Labels
 from ortops.surgery.reading import constant, integers
 from ortops.surgery.reshaping import Sizes, blocks, merged, pieces

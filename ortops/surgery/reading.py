@@ -15,7 +15,8 @@ from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.files import external, loading
 from ortops.graph.files.loading import ModelLike
-from ortops.graph.operators import MICROSOFT, having
+from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.operators import having
 from ortops.graph.shapes import infer_shapes
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -24,15 +24,8 @@ from ortops.errors import ModelError, did_you_mean
 from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import all_nodes, describe, inner_graphs
 from ortops.graph.files.external import ends
-from ortops.graph.operators import (
-    ELEMENTWISE,
-    MICROSOFT,
-    MOVES,
-    OPERATORS,
-    PRODUCTS,
-    WEIGHTS,
-    having,
-)
+from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.operators import ELEMENTWISE, MOVES, OPERATORS, PRODUCTS, WEIGHTS, having
 
 SETTINGS: Mapping[tuple[str, str], Collection[int]] = {
     key: row.settings for key, row in OPERATORS.items() if row.settings

@@ -21,6 +21,9 @@ BIG = 1024
 LOCATION = f"ortops.detached/{secrets.token_hex(16)}/"
 """The prefix of the locations of detached data; no file can contain it, because it is random."""
 
+MICROSOFT = "com.microsoft"
+"""The domain of onnxruntime's operators."""
+
 DOMAINS = ("ai.onnx.preview.training", "ai.onnx.preview")
 """The domain of ONNX's training operators, and the name that an exporter uses for it."""
 

@@ -27,7 +27,7 @@ from ortops.graph.autodiff.rules._attention import (
 )
 from ortops.graph.autodiff.rules.table import definition
 from ortops.graph.faults import pad_axes
-from ortops.graph.operators import MICROSOFT
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.shapes import index_range, size_of
 from ortops.graph.tensor import Tensor, op
 

@@ -32,7 +32,7 @@ from ortops.graph.autodiff.rules._precision import wide_dtype
 from ortops.graph.autodiff.rules.recurrent import inside, scan
 from ortops.graph.autodiff.rules.table import definition
 from ortops.graph.faults import pad_axes
-from ortops.graph.operators import MICROSOFT
+from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.shapes import index_range, size_of, unbroadcast
 from ortops.graph.tensor import Tensor, op, zeros_like
 
