@@ -34,7 +34,6 @@ from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.autodiff.grad import grad
 from ortops.graph.edit import (
-    ELEMENTWISE,
     ancestor_nodes,
     copy_node,
     dependent_values,
@@ -43,12 +42,11 @@ from ortops.graph.edit import (
 )
 from ortops.graph.files.loading import ModelLike, blame_model
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, to_proto
+from ortops.graph.operators import CONVOLUTIONS, ELEMENTWISE
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, op, shape_of, zeros_like
 
 __all__ = ["grad_cam", "integrated_gradients", "saliency", "smooth_grad"]
-
-_CONVOLUTIONS = ("Conv", "ConvInteger", "ConvTranspose", "FusedConv", "QLinearConv")
 
 _WITHOUT_RANDOM = 22
 """From this opset on, onnxruntime's only operator that draws random numbers is Dropout."""
@@ -471,7 +469,7 @@ class _Scene:
     def _last_convolution(self) -> ir.Value:
         """Returns the output of the last convolution that the scores depend on."""
         wanted = ancestor_nodes(self._scores.value, set())
-        found = [n for n in self._nodes if n in wanted and n.op_type in _CONVOLUTIONS]
+        found = [n for n in self._nodes if n in wanted and n.op_type in CONVOLUTIONS]
         if not found:
             raise ModelError("layer: the model has no convolution; pass the name of a layer")
         return found[-1].outputs[0]
@@ -526,9 +524,9 @@ def _is_channels_last(value: ir.Value) -> bool:
             if node.op_type == "Transpose":
                 perm = list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else []
                 return perm == [0, len(perm) - 1, *range(1, len(perm) - 1)]
-            if node.op_type in _CONVOLUTIONS:
+            if node.op_type in CONVOLUTIONS:
                 return False
-            if node.op_type in ELEMENTWISE or node.op_type in ("Cast", "Identity", "Pad"):
+            if node.op_type in ELEMENTWISE or node.op_type == "Pad":
                 pending += [each for each in node.outputs if each not in seen]
                 seen.update(node.outputs)
     return False

@@ -84,7 +84,8 @@ def value_of(module: ModuleType, name: str) -> Any:
 
 def members(value: type) -> dict[str, Any]:
     """Returns the public methods and properties of a class and of its private bases."""
-    classes = [each for each in value.__mro__ if each is value or each.__name__.startswith("_")]
+    private = ("_", "Base")
+    classes = [c for c in value.__mro__ if c is value or c.__name__.startswith(private)]
     return {
         name: member
         for each in reversed(classes)

@@ -15,8 +15,8 @@ from ortops.graph import convert
 from ortops.graph.autodiff.registry import Rules
 from ortops.graph.autodiff.rules import RULES
 from ortops.graph.files.serialization import to_proto
+from ortops.graph.names import Names
 from ortops.graph.passes.draft import Draft, Pass
-from ortops.graph.tensor import Names
 
 
 class Spy(Pass):

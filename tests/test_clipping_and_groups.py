@@ -33,7 +33,8 @@ from ortops.engine.trainable.metadata import training_metadata
 from ortops.engine.trainable.step_graph import flatten
 from ortops.graph.edit import remove_defaults
 from ortops.graph.files.external import detach
-from ortops.graph.tensor import Names, Tape
+from ortops.graph.names import Names
+from ortops.graph.tensor import Tape
 from ortops.optimizers import SGD, Adam, AdamW, Custom, Momentum, Optimizer
 
 STEPS = 20

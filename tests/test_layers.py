@@ -27,7 +27,10 @@ LAYERS = {
         *("derivatives", "attribution", "backend", "callbacks", "distributed", "lora", "sklearn"),
         *("weights", "data", "llm", "__init__", "docs", "cli", "__main__"),
     ),
-    "graph": ("tensor", "shapes", "convert", "autodiff", "passes"),
+    "graph": (
+        *("constants", "names", "inference", "tape", "arithmetic", "tensor", "operators"),
+        *("shapes", "convert", "autodiff", "passes"),
+    ),
     "engine": ("lowering", "execution", "trainable", "building", "training"),
 }
 """The order of a package's members: each imports only from those before it.

@@ -20,8 +20,8 @@ import ortops
 from ortops import ArgumentError, Tape, TrainingSession, UnsupportedError, build_training_model, op
 from ortops.engine.execution.settings import Settings
 from ortops.engine.execution.variant import Binding
+from ortops.graph.constants import IR_VERSION
 from ortops.graph.files.serialization import to_proto
-from ortops.graph.tensor import IR_VERSION
 from ortops.optimizers import Adam, Adam8bit, Momentum
 
 WIDTH, DEPTH, ROWS = 192, 3, 6  # 192² elements, more than a variable needs to be updated early

@@ -12,8 +12,8 @@ from running import run_by_name
 
 from ortops import Tape, Tensor, op
 from ortops.graph.files.serialization import to_proto
+from ortops.graph.names import Names
 from ortops.graph.passes.rewrite import Pattern, PatternPass, Result, pattern, rewrite
-from ortops.graph.tensor import Names
 from tests.spies import finish
 
 X = np.float32([-1, 2])

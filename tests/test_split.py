@@ -11,9 +11,11 @@ from ortops.engine import lowering
 from ortops.engine.execution.update_groups import Group, split
 from ortops.engine.lowering import lower_optimizers
 from ortops.engine.trainable.step_graph import flatten
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import remove_defaults
 from ortops.graph.files.external import detach
-from ortops.graph.tensor import Names, constant_tensor, op, shape_of
+from ortops.graph.names import Names
+from ortops.graph.tensor import op, shape_of
 
 
 def _split(optimizer: object) -> tuple[list[Group], dict[str, str]]:

@@ -18,8 +18,8 @@ from violations import all_violations
 import ortops
 from ortops import Tape, Tensor, op
 from ortops.errors import ArgumentError, ModelError
-from ortops.graph import tensor as tensors
-from ortops.graph.tensor import constant_tensor
+from ortops.graph import inference
+from ortops.graph.constants import constant_tensor
 
 Function = Callable[..., Any]
 FLOATS = ("float32", "float64")
@@ -521,10 +521,10 @@ def test_a_tape_and_the_cache_of_shapes_keep_no_copies() -> None:
         shapes = [op.Expand(np.float32(1), np.full(20, n)).shape for n in (1, 2)]
     assert shapes == [(1,) * 20, (2,) * 20]
     assert all(len(content) <= 64 for *_, content in tape._constants)
-    before = set(tensors._inferred)
+    before = set(inference._inferred)
     for number in range(3):
         with Tape():
             op.Add(np.full(1000, number, np.float32), 1)
-    added = [key for key in tensors._inferred if key not in before]
+    added = [key for key in inference._inferred if key not in before]
     assert len(added) == 3
     assert max(len(repr(key)) for key in added) < 1000

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.graph.edit import attribute_values
+from ortops.graph.operators import ELEMENTWISE, having
 from ortops.graph.tensor import Tape, Tensor, op
 
 Function: TypeAlias = Callable[..., Any]
@@ -70,6 +71,12 @@ def rule(*op_types: str, at: Sequence[int] | str | None = None) -> Callable[[_F]
 def rules_of(node: ir.Node) -> Sequence[Rule]:
     """Returns the rules of a node's operator."""
     return RULES.get(node.op_type, ()) if node.domain == "" else ()
+
+
+def is_supported(node: ir.Node, mapped: Collection[int]) -> bool:
+    """Whether a node's operator has a rule for mapped inputs at these places."""
+    known = (each.at for each in rules_of(node))
+    return any(at is None or isinstance(at, str) or {*mapped} <= {*at} for at in known)
 
 
 def apply(
@@ -197,11 +204,12 @@ def _unfold(y: Tensor, x: Tensor) -> Tensor:
     return _reshape(y, _sizes(x, 0, 1), _sizes(x, 1, 2), _sizes(y, 1))
 
 
-def _to_front(x: Tensor, axis: int) -> Tensor:
-    """Moves an axis to the front."""
-    if axis == 0:
+def moved(x: Tensor, axis: int, place: int = 0) -> Tensor:
+    """Moves one axis."""
+    if axis == place:
         return x
-    return op.Transpose(x, perm=[axis, *(a for a in range(x.ndim) if a != axis)])
+    perm = [other for other in range(x.ndim) if other != axis]
+    return op.Transpose(x, perm=[*perm[:place], axis, *perm[place:]])
 
 
 def _aligned(mapped: Sequence[bool], inputs: Sequence[Tensor | None], rank: int = 0) -> list[Any]:
@@ -225,23 +233,15 @@ def _aligned(mapped: Sequence[bool], inputs: Sequence[Tensor | None], rank: int 
 
 
 @rule(
-    *("Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Bernoulli", "BitwiseNot", "Cast"),
-    *("Ceil", "Celu", "Clip", "Cos", "Cosh", "Det", "Dropout", "Elu", "Erf", "Exp", "Floor"),
-    *("Gelu", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN", "LeakyRelu", "Log", "Mish"),
-    *("Neg", "Not", "RandomNormalLike", "RandomUniformLike", "Reciprocal", "Relu", "Round", "Selu"),
-    *("Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Swish", "Tan"),
-    *("Tanh", "ThresholdedRelu", "Trilu"),
+    *sorted(ELEMENTWISE - having("broadcasts") - {"CastLike", "SwiGLU"}),
+    *("Bernoulli", "Det", "Dropout", "RandomNormalLike", "RandomUniformLike", "Trilu"),
     at=(0,),
 )
 def _each_element(again: Any, *inputs: Any) -> Any:
     return again(*inputs)
 
 
-@rule(
-    *("Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater"),
-    *("GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "Pow"),
-    *("Sub", "Sum", "Where", "Xor"),
-)
+@rule(*sorted(having("broadcasts")))
 def _broadcast(again: Any, mapped: list[bool], *inputs: Any) -> Any:
     return again(*_aligned(mapped, inputs))
 
@@ -252,11 +252,6 @@ def _clip(again: Any, mapped: list[bool], x: Any, low: Any = None, high: Any = N
     x, low, high = _aligned(mapped, [x, low, high])
     x = x if low is None else op.Max(x, low)
     return x if high is None else op.Min(x, high)
-
-
-@rule("PRelu", at=(0,))
-def _prelu(again: Any, x: Any, slope: Any) -> Any:
-    return again(x, slope)
 
 
 @rule("PRelu", at=(0, 1))
@@ -363,29 +358,23 @@ def _reduce(
 # --------------------------------------------------------------------------------- along one axis
 
 
-@rule("ArgMax", "ArgMin", at=(0,))
-def _position(again: Any, x: Any, *, axis: int = 0) -> Any:
-    return again(x, axis=_inner(axis))
-
-
-@rule("Hardmax", "LogSoftmax", "LpNormalization", "OneHot", "Softmax", "TopK", at=(0,))
-def _along_last_axis(again: Any, x: Any, *inputs: Any, axis: int = -1) -> Any:
-    return again(x, *inputs, axis=_inner(axis))
-
-
+@rule("ArgMax", "ArgMin", "Gather", "Split", at=(0,))
+@rule("GatherElements", at=(0, 1))
+@rule("ScatterElements", at=(0, 1, 2))
 @rule("Concat", at="all")
-def _concat(again: Any, *inputs: Any, axis: int) -> Any:
+def _along_first_axis(again: Any, *inputs: Any, axis: int = 0) -> Any:
     return again(*inputs, axis=_inner(axis))
 
 
-@rule("Split", at=(0,))
-def _split(again: Any, x: Any, sizes: Any = None, *, axis: int = 0) -> Any:
-    return again(x, sizes, axis=_inner(axis))
+@rule("Hardmax", "LogSoftmax", "LpNormalization", "OneHot", "Softmax", "TopK", at=(0,))
+@rule("LayerNormalization", "RMSNormalization", at=(0,))
+def _along_last_axis(again: Any, *inputs: Any, axis: int = -1) -> Any:
+    return again(*inputs, axis=_inner(axis))
 
 
-@rule("CumProd", "CumSum", at=(0,))
-def _cumulated(again: Any, x: Any, axis: Any) -> Any:
-    return again(x, _inner_axes(axis))
+@rule("CumProd", "CumSum", "Unsqueeze", at=(0,))
+def _along_given_axes(again: Any, x: Any, axes: Any) -> Any:
+    return again(x, _inner_axes(axes))
 
 
 @rule("Compress", at=(0,))
@@ -424,11 +413,6 @@ def _squeeze(again: Any, x: Any, axes: Any = None) -> Any:
         return None
     ones = [axis for axis, size in enumerate(sizes, 1) if size == 1]
     return again(x, ones) if ones else op.Identity(x)
-
-
-@rule("Unsqueeze", at=(0,))
-def _unsqueeze(again: Any, x: Any, axes: Any) -> Any:
-    return again(x, _inner_axes(axes))
 
 
 @rule("Flatten", at=(0,))
@@ -497,38 +481,19 @@ def _eye_like(again: Any, x: Any) -> Any:
 # --------------------------------------------------------------------------------------- indexing
 
 
-@rule("Gather", at=(0,))
-def _gather(again: Any, x: Any, indices: Any, *, axis: int = 0) -> Any:
-    return again(x, indices, axis=_inner(axis))
-
-
 @rule("Gather", at=(1,))
 def _gather_at(again: Any, x: Any, indices: Any, *, axis: int = 0) -> Any:
     axis %= x.ndim
-    return _to_front(again(x, indices, axis=axis), axis)
+    return moved(again(x, indices, axis=axis), axis)
 
 
 @rule("Gather", at=(0, 1))
 def _gather_each(again: Any, x: Any, indices: Any, *, axis: int = 0) -> Any:
     axis %= x.ndim - 1
     rank = indices.ndim - 1
-    y = op.GatherND(_axis_to(x, axis + 1, 1), op.Unsqueeze(indices, [-1]), batch_dims=1)
+    y = op.GatherND(moved(x, axis + 1, 1), op.Unsqueeze(indices, [-1]), batch_dims=1)
     before, after = range(1 + rank, 1 + rank + axis), range(1 + rank + axis, y.ndim)
     return op.Transpose(y, perm=[0, *before, *range(1, 1 + rank), *after]) if axis else y
-
-
-def _axis_to(x: Tensor, axis: int, place: int) -> Tensor:
-    """Moves an axis to an earlier place."""
-    if axis == place:
-        return x
-    others = [a for a in range(x.ndim) if a != axis]
-    return op.Transpose(x, perm=[*others[:place], axis, *others[place:]])
-
-
-@rule("GatherElements", at=(0, 1))
-@rule("ScatterElements", at=(0, 1, 2))
-def _by_element(again: Any, *inputs: Any, axis: int = 0) -> Any:
-    return again(*inputs, axis=_inner(axis))
 
 
 @rule("GatherND", at=(0, 1))
@@ -624,13 +589,13 @@ def _conv_of_weights(
     if not isinstance(size, int):  # the number of groups is an attribute
         return None
     if mapped[0]:  # entries become groups of channels
-        rows = _axis_to(x, 1, 0)
+        rows = moved(x, 1, 0)
         x = _reshape(rows, _sizes(rows, 0, 1), _merged(rows, 1, 3), _sizes(rows, 3))
     else:
         x = op.Tile(x, [1, size] + [1] * (x.ndim - 2))
     y = again(x, _fold(w), group=size * group)
     sizes = _sizes(y, 0, 1), [size], op.Div(op.Shape(y, start=1, end=2), [size]), _sizes(y, 2)
-    return with_bias(_axis_to(_reshape(y, *sizes), 1, 0))
+    return with_bias(moved(_reshape(y, *sizes), 1, 0))
 
 
 def _with_bias(b: Tensor | None, is_mapped: bool, rank: int, y: Tensor) -> Tensor:
@@ -680,11 +645,6 @@ def _batch_normalization(
     return (x - mean) / op.Sqrt(variance + epsilon) * scale + b
 
 
-@rule("LayerNormalization", "RMSNormalization", at=(0,))
-def _layer_normalization(again: Any, x: Any, *weights: Any, axis: int = -1) -> Any:
-    return again(x, *weights, axis=_inner(axis))
-
-
 @rule("LayerNormalization", "RMSNormalization")
 def _layer_normalization_of_weights(
     again: Any, mapped: list[bool], x: Any, scale: Any, b: Any = None, *, axis: int = -1
@@ -721,19 +681,17 @@ def _recurrent(again: Any, x: Any, w: Any, r: Any, *inputs: Any, layout: int = 0
 
 @rule("ReverseSequence", at=(0, 1))
 def _reverse(again: Any, x: Any, lengths: Any, *, batch_axis: int = 1, time_axis: int = 0) -> Any:
-    rows = _axis_to(x, 2, 1) if batch_axis else x
+    rows = moved(x, 2, 1) if batch_axis else x
     y = _unfold(again(_fold(rows), _fold(lengths), batch_axis=0, time_axis=1), rows)
-    return _axis_to(y, 2, 1) if batch_axis else y
+    return moved(y, 2, 1) if batch_axis else y
 
 
 @rule("Attention", at=(0, 1, 2, 4, 5, 6))
-def _attention(again: Any, q: Any, k: Any, v: Any, mask: Any = None, *inputs: Any) -> Any:
+def _attention(again: Any, x: Any, k: Any, v: Any, mask: Any = None, *inputs: Any) -> Any:
     if mask is not None and mask.ndim != 2:  # it may differ between rows
         return None
-    rows = [None if each is None else _fold(each) for each in (q, k, v, *inputs)]
-    found = again(*rows[:3], mask, *rows[3:])
-    results = found if isinstance(found, tuple) else (found,)
-    return tuple(_unfold(y, q) for y in results)
+    q, k, v, *rows = (each if each is None else _fold(each) for each in (x, k, v, *inputs))
+    return _unfolded(again(q, k, v, mask, *rows), x)
 
 
 @rule("Attention", at=(0, 1, 2, 3, 4, 5, 6))
@@ -741,9 +699,12 @@ def _masked_attention(again: Any, q: Any, k: Any, v: Any, mask: Any, *inputs: An
     (mask,) = _aligned([True], [mask], rank=4)
     mask = op.Expand(mask, op.Concat([1], op.Shape(q, start=1, end=2), [1, 1, 1], axis=0))
     rows = [None if each is None else _fold(each) for each in (q, k, v, mask, *inputs)]
-    found = again(*rows)
-    results = found if isinstance(found, tuple) else (found,)
-    return tuple(_unfold(y, q) for y in results)
+    return _unfolded(again(*rows), q)
+
+
+def _unfolded(found: Any, x: Tensor) -> Any:
+    """Splits the first axis of one output, or of several; see `_unfold`."""
+    return tuple(_unfold(y, x) for y in found) if isinstance(found, tuple) else _unfold(found, x)
 
 
 def _fold_at(x: Tensor, axis: int) -> Tensor:
@@ -757,7 +718,7 @@ def _unfold_at(y: Tensor, axis: int, x: Tensor, place: int) -> Tensor:
     """Splits an axis into the new axis and an axis of ``x``; the inverse of `_fold_at`."""
     sizes = (_sizes(x, 0, 1), _sizes(x, place, place + 1))
     y = _reshape(y, _sizes(y, 0, axis), *sizes, _sizes(y, axis + 1))
-    return _to_front(y, axis)
+    return moved(y, axis)
 
 
 # ------------------------------------------------------------------------------------------ losses

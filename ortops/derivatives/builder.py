@@ -9,9 +9,11 @@ import onnx_ir as ir
 
 from ortops._common.arguments import whole_number
 from ortops.errors import ArgumentError, ModelError, did_you_mean
+from ortops.graph.constants import Dim
 from ortops.graph.edit import is_float, values_of
-from ortops.graph.tensor import Dim, Names, Tape, Tensor, op
-from ortops.losses.compute import default_output
+from ortops.graph.names import Names
+from ortops.graph.tensor import Tape, Tensor, op
+from ortops.losses.scene import default_output
 
 Formula: TypeAlias = Callable[..., Sequence[Tensor]]
 """Emits derivatives on a tape, given the seeds."""

@@ -34,12 +34,13 @@ from ortops.engine.lowering import infer_computed_types, lower_ir, normalize
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.autodiff.grad import grad
+from ortops.graph.constants import Dim
 from ortops.graph.edit import is_float
 from ortops.graph.files import external
 from ortops.graph.files.atomic import write_together
 from ortops.graph.files.loading import ModelLike, blame_model
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, to_proto
-from ortops.graph.tensor import Dim, Tape, Tensor, op, shape_of
+from ortops.graph.tensor import Tape, Tensor, op, shape_of
 
 
 @blame_model

@@ -19,12 +19,14 @@ from ortops.engine.lowering import infer_types, lower_ir
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.autodiff.grad import grad
+from ortops.graph.constants import IR_VERSION, VARIABLE
 from ortops.graph.edit import all_nodes, attribute_values, describe, is_float, values_of
 from ortops.graph.files import external, loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
+from ortops.graph.names import Names
 from ortops.graph.row_axes import RowAxes, row_axes_of_model
-from ortops.graph.tensor import IR_VERSION, VARIABLE, Names, Tape, Tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import LossLike
 
 logger = logging.getLogger("ortops")

@@ -46,15 +46,17 @@ from ortops.engine.lowering import (
 from ortops.engine.training.input_values import Input
 from ortops.errors import FeedError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
-from ortops.graph.edit import RANDOM, all_nodes, describe, is_float, set_outputs, values_of
+from ortops.graph.constants import constant_number, numpy_dtype
+from ortops.graph.edit import all_nodes, describe, is_float, set_outputs, values_of
 from ortops.graph.faults import is_affected
 from ortops.graph.files import external
 from ortops.graph.files.messages import has_domain
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, name_gradients
 from ortops.graph.folding import fold
+from ortops.graph.names import Names
+from ortops.graph.operators import is_random
 from ortops.graph.passes.blocked import is_mostly_blocked
 from ortops.graph.passes.order import put_last_results_first
-from ortops.graph.tensor import Names, constant_number, numpy_dtype
 from ortops.graph.weights import lift
 
 Kind: TypeAlias = Literal["outputs", "gradient", "vjp", "jvp", "hvp", "jacobian", "hessian"]
@@ -501,7 +503,7 @@ def _is_float_tensor(value: ir.Value) -> bool:
 def _draws(node: ir.Node) -> bool:
     """Whether a node may draw random numbers: Dropout does so in training mode alone."""
     if node.op_type != "Dropout":
-        return any(part in node.op_type for part in RANDOM)
+        return is_random(node.op_type)
     mode = node.inputs[2] if len(node.inputs) > 2 else None
     return mode is not None and constant_number(mode) != 0
 

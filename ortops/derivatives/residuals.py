@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ortops.graph.edit import (
-    RANDOM,
     all_nodes,
     ancestor_nodes,
     dependent_values,
@@ -21,7 +20,8 @@ from ortops.graph.edit import (
     read_inputs,
     take_place,
 )
-from ortops.graph.tensor import Names
+from ortops.graph.names import Names
+from ortops.graph.operators import is_random
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def divide(model: ir.Model, outputs: Sequence[str], seeds: Sequence[str]) -> Pas
 
 def _is_random(node: ir.Node) -> bool:
     nodes = [node, *(inner for graph in inner_graphs(node) for inner in all_nodes(graph))]
-    return any(part in each.op_type for each in nodes for part in RANDOM)
+    return any(is_random(each.op_type) for each in nodes)
 
 
 def _copy_repeated_outputs(graph: ir.Graph) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
 from ortops._common.arguments import whole_number
-from ortops.derivatives.batching import Same, apply, expand_axis
+from ortops.derivatives.batching import Same, apply, expand_axis, is_supported, moved
+from ortops.engine.lowering import infer_types
 from ortops.errors import ArgumentError, ModelError, did_you_mean
+from ortops.graph.autodiff.expansion import expand_nodes
+from ortops.graph.autodiff.rules import RULES
+from ortops.graph.constants import Dim
 from ortops.graph.edit import copy_node, disconnect, inner_graphs, read_inputs, remove_unread
-from ortops.graph.tensor import Dim, Names, Tape, Tensor, op
+from ortops.graph.names import Names
+from ortops.graph.tensor import Tape, Tensor, op
 
 Axes: TypeAlias = int | Sequence[int | None] | Mapping[str, int | None] | None
 """An axis for all tensors, one for each, or axes by name; None for tensors without the axis."""
@@ -40,6 +45,8 @@ def add_axis(model: ir.Model, in_axes: Axes = 0, out_axes: Axes = 0, length: Dim
     mapped = {inputs[name]: axis for name, axis in of_inputs.items() if axis is not None}
     if not mapped:
         raise ArgumentError(f"in_axes must map at least one input, got {in_axes!r}")
+    while expand_nodes(model, list(_without_rule(graph, mapped)), RULES):
+        infer_types(model)
     names = [value.name or "" for value in graph.outputs]
     of_outputs = _axes("out_axes", out_axes, names, 0)
     work = _Mapping(graph, Names(graph), _symbol(graph) if length is None else length)
@@ -47,6 +54,18 @@ def add_axis(model: ir.Model, in_axes: Axes = 0, out_axes: Axes = 0, length: Dim
     work.apply()
     work.put_out([of_outputs[name] for name in names])
     work.clean()
+
+
+def _without_rule(graph: ir.Graph, mapped: Iterable[ir.Value]) -> Iterator[ir.Node]:
+    """Yields the nodes that no batching rule supports, in order."""
+    reached = set(mapped)
+    for node in graph:
+        places = {place for place, value in enumerate(node.inputs) if value in reached}
+        if not reached.isdisjoint(read_inputs(node)):
+            reached.update(node.outputs)
+        tensors = (value for value in (*node.inputs, *node.outputs) if value is not None)
+        if places and not is_supported(node, places) and all(map(_is_tensor, tensors)):
+            yield node
 
 
 class _Mapping:
@@ -399,12 +418,7 @@ def _moved(tensor: Tensor, axis: int, place: int) -> Tensor:
     """Moves one axis of a tensor."""
     if tensor.shape is None:
         return tensor
-    axis %= tensor.ndim
-    if axis == place:
-        return tensor
-    perm = [other for other in range(tensor.ndim) if other != axis]
-    perm.insert(place, axis)
-    return op.Transpose(tensor, perm=perm)
+    return moved(tensor, axis % tensor.ndim, place)
 
 
 def _symbol(graph: ir.Graph) -> str:

@@ -38,7 +38,7 @@ from ortops.graph.files.loading import ModelLike
 from ortops.graph.passes import passes_for
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.squashing import squashed
-from ortops.losses.compute import default_output
+from ortops.losses.scene import default_output
 from ortops.optimizers import SGD, Optimizer, UpdateRule
 
 

@@ -44,11 +44,12 @@ from ortops.graph.files.folders import remember
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import has_domain
 from ortops.graph.files.serialization import BOUND_DOMAIN, to_proto
+from ortops.graph.names import Names
 from ortops.graph.passes import passes_for
 from ortops.graph.passes.draft import Draft, Pass, Runtime
 from ortops.graph.passes.order import put_last_results_first
 from ortops.graph.shapes import infer_shapes, is_unknown, may_be_equal
-from ortops.graph.tensor import Names, Tensor, op, shape_of
+from ortops.graph.tensor import Tensor, op, shape_of
 from ortops.optimizers import OPERATORS
 
 TRAINING_DOMAIN = custom_ops.DOMAIN

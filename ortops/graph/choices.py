@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import rank_of
-from ortops.graph.tensor import constant_tensor
 
 CHOOSING = frozenset({"Gather", "Slice", "Split"})
 """Operators that choose elements of their first input."""

@@ -41,8 +41,9 @@ from ortops.graph.files.messages import MICROSOFT, external_to_inputs
 from ortops.graph.files.serialization import from_proto
 from ortops.graph.files.validation import validate
 from ortops.graph.limits import LIMITS
+from ortops.graph.names import Names
 from ortops.graph.shapes import infer_shapes
-from ortops.graph.tensor import Names, Tape, op
+from ortops.graph.tensor import Tape, op
 
 MINIMUM_OPSET = 21
 """The oldest version of the default operator set that rules emit nodes for."""

@@ -8,25 +8,9 @@ from typing import Any, TypeAlias, TypeVar
 import onnx_ir as ir
 
 from ortops.graph.files.messages import MICROSOFT
-from ortops.graph.tensor import Names, Tape, Tensor, op
-
-ELEMENTWISE = frozenset(
-    {
-        *("Abs", "Add", "And", "Cast", "Ceil", "Celu", "Clip", "Cos", "Div", "Elu", "Equal", "Erf"),
-        *("Exp", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish"),
-        *("Identity", "IsInf", "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Mean"),
-        *("Min", "Mish", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round", "Selu"),
-        *("Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Tanh", "Where"),
-        *("ThresholdedRelu", "Xor"),
-    }
-)
-"""Operators that compute each element of their output from the same element of their inputs."""
-
-MOVES = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators that only move the elements of their first input."""
-
-RANDOM = ("Bernoulli", "Dropout", "Multinomial", "Random")
-"""Substrings of the names of random operators."""
+from ortops.graph.names import Names
+from ortops.graph.operators import is_random
+from ortops.graph.tensor import Tape, Tensor, op
 
 _GRAPH, _GRAPHS = ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS
 
@@ -469,8 +453,11 @@ def merge_equal_nodes(graph: ir.Graph) -> None:
     known: dict[object, ir.Node] = {}
     equal: list[ir.Node] = []
     for node in graph:
-        is_random = any(part in node.op_type for part in RANDOM)
-        if is_random or inner_graphs(node) or any(v.is_graph_output() for v in node.outputs):
+        if (
+            is_random(node.op_type)
+            or inner_graphs(node)
+            or any(v.is_graph_output() for v in node.outputs)
+        ):
             continue
         key = (
             *node.op_identifier(),

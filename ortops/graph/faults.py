@@ -28,7 +28,8 @@ from ortops.graph.edit import (
     tape_before,
 )
 from ortops.graph.files.messages import MICROSOFT, node_graphs, nodes_within
-from ortops.graph.tensor import Names, Tensor, op
+from ortops.graph.names import Names
+from ortops.graph.tensor import Tensor, op
 
 logger = logging.getLogger("ortops")
 

@@ -10,9 +10,11 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops._common.numbers import Array
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import all_nodes, attribute_values, remove_unread
 from ortops.graph.files.serialization import BOUND_DOMAIN
-from ortops.graph.tensor import Names, Tape, constant_tensor
+from ortops.graph.names import Names
+from ortops.graph.tensor import Tape
 
 _MOST = 1024  # elements: shapes and paddings have about ten, and weights are not folded
 

@@ -11,7 +11,7 @@ import onnx
 from ortops._common.numbers import Array
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.files.messages import describe_node
-from ortops.graph.tensor import Names
+from ortops.graph.names import Names
 
 _TRANSFORMS = ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT")
 _AXES_OF_SUMS_ARE_INPUTS = 13  # the first opset in which axes are an input of ReduceSum

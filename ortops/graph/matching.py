@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from ortops.graph.constants import constant_number
 from ortops.graph.edit import attribute_values, describe, has_one_reader
-from ortops.graph.tensor import constant_number
 
 Operand: TypeAlias = "Form | float | EllipsisType"
 

@@ -13,12 +13,14 @@ import onnx
 import onnx_ir as ir
 
 from ortops.errors import ModelError
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import all_nodes, inner_graphs
 from ortops.graph.files.external import move_aside
 from ortops.graph.files.messages import MICROSOFT, external_to_inputs
 from ortops.graph.files.serialization import is_map
+from ortops.graph.names import Names
 from ortops.graph.pooled_sizes import is_miscounted, without_ceil_mode
-from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op, shape_of
+from ortops.graph.tensor import Tape, Tensor, op, shape_of
 
 logger = logging.getLogger("ortops")
 

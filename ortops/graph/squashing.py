@@ -15,8 +15,8 @@ import onnx_ir as ir
 
 from ortops._common.numbers import Array
 from ortops.graph.choices import CHOOSING, chosen_axes, chosen_indices, constant_integers
+from ortops.graph.constants import constant_number, constant_tensor
 from ortops.graph.edit import (
-    MOVES,
     Steps,
     attribute_values,
     inner_graphs,
@@ -27,7 +27,7 @@ from ortops.graph.edit import (
 )
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.matching import Behind, Form, Found, Search, Variable, adds_axes, form
-from ortops.graph.tensor import constant_number, constant_tensor
+from ortops.graph.operators import MOVES
 
 Kind: TypeAlias = Literal["softmax", "log_softmax", "sigmoid", "complement", "probabilities"]
 

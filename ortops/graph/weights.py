@@ -21,7 +21,7 @@ from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import attribute_graphs, describe_node, node_graphs
 from ortops.graph.linear_models import LinearModel
-from ortops.graph.tensor import Names
+from ortops.graph.names import Names
 
 _FLOATS = (
     onnx.TensorProto.FLOAT,

@@ -24,7 +24,7 @@ from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.layer_names import standard
-from ortops.graph.tensor import Names
+from ortops.graph.names import Names
 from ortops.lora.fingerprints import fingerprint
 from ortops.lora.model import WITHOUT_TRAINING, Array
 from ortops.lora.patterns import Patterns

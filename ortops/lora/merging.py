@@ -17,7 +17,7 @@ from ortops.graph.edit import describe, remove_node, take_place
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
-from ortops.graph.tensor import Names
+from ortops.graph.names import Names
 from ortops.lora.model import WITHOUT_TRAINING, Array, read_adapted, refuse_not_finite
 from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import steps_to_weight

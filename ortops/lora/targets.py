@@ -16,24 +16,16 @@ from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_m
 from ortops.graph.edit import all_nodes, describe
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.layer_names import plain, standard
+from ortops.graph.operators import MATRIX_PRODUCTS, WEIGHTS
 from ortops.lora.fused import part_columns
 
 _ALL_LINEAR = "all-linear"
 
-_INDICES = {"Conv": 1, "Gather": 0, "GatherBlockQuantized": 0, "Gemm": 1, "MatMul": 1}
-_INDICES |= {"MatMulInteger": 1, "MatMulNBits": 1}
+_SUPPORTED = ("Conv", "Gather", "Gemm", "MatMul")
+_WITH_QUANTIZED = ("GatherBlockQuantized", "MatMulInteger", "MatMulNBits")
+_INDICES = {**WEIGHTS, "Gather": 0}
 """The index of the weight among the inputs, by operator."""
 
-_REFUSED = {
-    **dict.fromkeys(("ConvTranspose", "DeformConv", "FusedConv", "FusedGemm", "FusedMatMul"), 1),
-    **dict.fromkeys(("ConvInteger", "DynamicQuantizeMatMul", "MatMulBnb4"), 1),
-    **dict.fromkeys(("MatMulIntegerToFloat", "GRU", "LSTM", "RNN", "Attention"), 1),
-    **dict.fromkeys(("QGemm", "QLinearConv", "QLinearMatMul"), 3),
-}
-_LINEAR = (
-    *("DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "Gemm", "MatMul", "MatMulBnb4"),
-    *("MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "QGemm", "QLinearMatMul"),
-)
 _SHAPED = ("Reshape", "Squeeze", "Unsqueeze", "Slice", "Gather", "Expand")
 _AFTER_OUTPUT_LAYER = (
     *(*_SHAPED, "Add", "Cast", "Div", "DequantizeLinear", "Flatten", "Identity", "LogSoftmax"),
@@ -220,7 +212,9 @@ def _matched(
 def _all_linear(work: ir.Model, everything: Sequence[Target]) -> list[Target]:
     """Returns what PEFT means by ``"all-linear"``: all linear layers except the output layer."""
     left_out = _output_modules(work, everything)
-    linear = [t for t in everything if t.node.op_type in _LINEAR and t.module not in left_out]
+    linear = [
+        t for t in everything if t.node.op_type in MATRIX_PRODUCTS and t.module not in left_out
+    ]
     return [target for target in linear if target.is_default or target.refused]
 
 
@@ -285,9 +279,9 @@ def _is_quantized_table(value: ir.Value) -> bool:
 
 def _target(node: ir.Node) -> Target | None:
     kind = node.op_type
-    if node.domain not in ("", MICROSOFT) or kind not in (*_INDICES, *_REFUSED):
+    if node.domain not in ("", MICROSOFT) or kind not in _INDICES:
         return None
-    index = _INDICES.get(kind, _REFUSED.get(kind, 1))
+    index = _INDICES[kind]
     found = steps_to_weight(node.inputs[index]) if index < len(node.inputs) else None
     if found is None and kind == "MatMul" and node.inputs[0] is not None:
         index, found = 0, steps_to_weight(node.inputs[0])
@@ -300,10 +294,10 @@ def _target(node: ir.Node) -> Target | None:
     target = Target(
         node, _KINDS.get(kind, "linear"), weight, index, (0, 0), (), dtype, _module(node, weight)
     )
-    if kind in _REFUSED:
+    if kind not in {*_SUPPORTED, *_WITH_QUANTIZED}:
         why = "only MatMul, Gemm, Conv, Gather and MatMulNBits can have an adapter"
         described: Target | None = _refuse(target, why)
-    elif kind in ("MatMulNBits", "GatherBlockQuantized", "MatMulInteger"):
+    elif kind in _WITH_QUANTIZED:
         described = _with_quantized_sizes(target, shape)
     else:
         described = _with_sizes(target, shape)

@@ -36,12 +36,13 @@ from ortops.losses import (
 from ortops.losses.angular import *  # noqa: F403
 from ortops.losses.boxes import *  # noqa: F403
 from ortops.losses.classification import *  # noqa: F403
-from ortops.losses.compute import Computed, Inputs, Prediction, compute
+from ortops.losses.compute import compute
 from ortops.losses.detection import *  # noqa: F403
 from ortops.losses.distillation import *  # noqa: F403
 from ortops.losses.loss import Combined, Function, Loss
 from ortops.losses.preference import *  # noqa: F403
 from ortops.losses.regression import *  # noqa: F403
+from ortops.losses.scene import Computed, Inputs, Prediction
 from ortops.losses.segmentation import *  # noqa: F403
 from ortops.losses.sequence import *  # noqa: F403
 from ortops.losses.similarity import *  # noqa: F403

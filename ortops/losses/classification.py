@@ -318,6 +318,16 @@ class SoftmaxCrossEntropy(_Likelihood):
             losses = (1 - self.label_smoothing) * losses + self.label_smoothing * spread
         return -losses
 
+    def _spread(self, logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+        """Emits the loss of each label if all classes were equally right; 0 for ignored ones."""
+        log_p = op.LogSoftmax(logits, axis=1)
+        if weights is not None:
+            log_p = log_p * weights.reshape(-1, *(1,) * (logits.ndim - 2))
+        spread = -op.ReduceMean(log_p, [1], keepdims=0)
+        if self.ignore_index is None:
+            return spread
+        return op.Where(op.Equal(labels, self.ignore_index), 0.0, spread)
+
     def terms(self, prediction: Tensor, target: Tensor) -> Terms:
         """Emits the loss, and the sum of the weights of the labels that count."""
         if self.probabilities:
@@ -331,12 +341,7 @@ class SoftmaxCrossEntropy(_Likelihood):
         if self.may_be_empty:
             loss = unless_empty(loss, count)
         if self.label_smoothing:
-            log_p = op.LogSoftmax(logits, axis=1)
-            if weights is not None:
-                log_p = log_p * weights.reshape(-1, *(1,) * (logits.ndim - 2))
-            spread = -op.ReduceMean(log_p, [1], keepdims=0)
-            if self.ignore_index is not None:
-                spread = op.Where(op.Equal(labels, self.ignore_index), 0.0, spread)
+            spread = self._spread(logits, labels, weights)
             total = op.ReduceSum(spread.astype(count.dtype), keepdims=0)
             smooth = mean_of(total, count) if self.may_be_empty else total / count
             smooth = smooth.astype(loss.dtype)
@@ -353,12 +358,7 @@ class SoftmaxCrossEntropy(_Likelihood):
             logits, labels, weights, ignore_index=self.ignore_index, reduction="none"
         )
         if self.label_smoothing:
-            log_p = op.LogSoftmax(logits, axis=1)
-            if weights is not None:
-                log_p = log_p * weights.reshape(-1, *(1,) * (logits.ndim - 2))
-            spread = -op.ReduceMean(log_p, [1], keepdims=0)
-            if self.ignore_index is not None:
-                spread = op.Where(op.Equal(labels, self.ignore_index), 0.0, spread)
+            spread = self._spread(logits, labels, weights)
             losses = (1 - self.label_smoothing) * losses + self.label_smoothing * spread
         counts = self.counts(labels, weights, count_type(logits))
         return like_labels(losses, target), None if counts is None else like_labels(counts, target)

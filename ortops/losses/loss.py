@@ -10,8 +10,9 @@ import numpy as np
 
 from ortops._common.arguments import choice, number, text, whole_number
 from ortops.errors import ArgumentError, ModelError
+from ortops.graph.constants import Dim
 from ortops.graph.files.loading import ModelLike
-from ortops.graph.tensor import Dim, Tensor, op
+from ortops.graph.tensor import Tensor, op
 
 Reads: TypeAlias = Literal["values", "logits", "probabilities", "log_probabilities"]
 """How a loss interprets its prediction."""

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops._common.uninterrupted import finished_at_exit
 from ortops.errors import (
     ArgumentError,
     ModelError,
     UnsupportedError,
     did_you_mean,
-    is_raised_by,
 )
 from ortops.graph.edit import describe, read_inputs
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.names import Names
 from ortops.graph.row_axes import RowAxes, row_axes_of_model
-from ortops.graph.tensor import Names, Tape, Tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 from ortops.surgery.reading import (
     Array,
     constant,
@@ -34,26 +30,24 @@ from ortops.surgery.reading import (
     drop_unread,
     logger,
     model_of,
-    open_model,
     read,
     refuse_training,
 )
-
-_ROWS, _MORE_ROWS = 3, 2
-"""The number of rows run through each node, and of further rows run through the whole model."""
-
-_UNKNOWN_SIZES = (32, 16, 64, 8, 128, 224, 640, 2)
-"""The sizes to try for axes of unknown size, until the model runs."""
-
-_LARGEST_HIDDEN = 129
-"""Batch sizes to try are smaller, where nodes take another one than the shapes of inputs say."""
+from ortops.surgery.trial_runs import (
+    MORE_ROWS,
+    CannotRunError,
+    Run,
+    cause_of,
+    drawn,
+    drawn_for_hidden_batch,
+    opened,
+)
 
 _STATES = {"GRU": 2, "LSTM": 2, "RNN": 2}
 """Recurrent operators: their inputs from the fourth on have one entry per row, unlike weights."""
 
 _SMALL = 2**24  # bytes; smaller constants become initializers, which some operators require
 
-Run: TypeAlias = Callable[[Mapping[str, Array]], list[Array]]
 _RunNode: TypeAlias = Callable[[Mapping[ir.Value, Array]], list[Array]]
 
 
@@ -114,17 +108,17 @@ def free_batch(
                     f"'{value.name}'; give another name, or all inputs with their batch axes "
                     "(inputs=)"
                 )
-    original = _open(proto, folder)
+    original = opened(proto, folder)
     try:
-        alone, fixed = _drawn(work.graph, axes, batch, original)
-    except _CannotRunError:
-        batch, alone, fixed = _drawn_for_hidden_batch(work.graph, axes, original)
+        alone, fixed = drawn(work.graph, axes, batch, original)
+    except CannotRunError:
+        batch, alone, fixed = drawn_for_hidden_batch(work.graph, axes, original)
     freeing = _Freeing(work, axes, batch, alone, fixed)
     for node in list(work.graph):
         freeing.follow(node)
     freeing.name_axes(dimension)
     result: onnx.ModelProto = ir.to_proto(work)
-    freeing.compare(original, _open(result, folder), alone, fixed)
+    freeing.compare(original, opened(result, folder), alone, fixed)
     return result
 
 
@@ -174,121 +168,6 @@ def _axis_size(value: ir.Value, axis: int) -> int:
         )
     size = shape[axis]
     return size if isinstance(size, int) else 1
-
-
-@finished_at_exit
-def _open(proto: onnx.ModelProto, folder: Path | None = None) -> Run:
-    """Returns a function that runs a model in stock onnxruntime.
-
-    Raises:
-        _CannotRunError: If onnxruntime cannot load it.
-    """
-    with _Refusals():
-        session = open_model(proto, folder)
-    names = {value.name for value in session.get_inputs()}
-
-    @finished_at_exit
-    def run(feeds: Mapping[str, Array]) -> list[Array]:
-        with _Refusals():
-            found: list[Array] = session.run(
-                None, {name: array for name, array in feeds.items() if name in names}
-            )
-        return found
-
-    return run
-
-
-class _CannotRunError(UnsupportedError):
-    """onnxruntime cannot run a model, or rejects its inputs."""
-
-
-class _Refusals:
-    """Converts errors of onnxruntime to a `_CannotRunError`."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and is_raised_by(error, "onnxruntime"):
-            text = " ".join(str(error).split())
-            raise _CannotRunError(
-                f"model: onnxruntime cannot run it ({text[:300]}), so a dynamic batch cannot be "
-                "verified; give a model that runs"
-            ) from error
-
-
-def _drawn(
-    graph: ir.Graph, axes: Mapping[ir.Value, int], batch: int, run: Run
-) -> tuple[list[dict[str, Array]], dict[str, Array]]:
-    """Returns random rows, each repeated to a batch, and random inputs without a batch.
-
-    Raises:
-        _CannotRunError: If the model cannot run on any of them.
-    """
-    refusal: _CannotRunError | None = None
-    for size, numbers in itertools.product(_UNKNOWN_SIZES, ((0, 2), (1, 2))):
-        generator = np.random.default_rng(0)
-        symbols = {
-            dim: size for v in graph.inputs for dim in v.shape or () if not isinstance(dim, int)
-        }
-        alone: list[dict[str, Array]] = [{} for _ in range(_ROWS + _MORE_ROWS + (batch == _ROWS))]
-        fixed: dict[str, Array] = {}
-        for value in graph.inputs:
-            if value.name in graph.initializers:
-                continue
-            assert value.shape is not None
-            shape = [dim if isinstance(dim, int) else symbols[dim] for dim in value.shape]
-            if value not in axes:
-                fixed[value.name or ""] = _random(value, shape, generator, numbers)
-                continue
-            shape[axes[value]] = 1
-            for feeds in alone:
-                row = _random(value, shape, generator, numbers)
-                feeds[value.name or ""] = np.repeat(row, batch, axis=axes[value])
-        try:
-            for feeds in alone:
-                run({**feeds, **fixed})
-            return alone, fixed
-        except _CannotRunError as error:
-            refusal = refusal or error
-    assert refusal is not None
-    raise refusal
-
-
-def _drawn_for_hidden_batch(
-    graph: ir.Graph, axes: Mapping[ir.Value, int], run: Run
-) -> tuple[int, list[dict[str, Array]], dict[str, Array]]:
-    """Returns the batch size that nodes were exported for, and what is drawn for it.
-
-    The inputs name their batch axis, and yet the model does not run with one row.
-
-    Raises:
-        _CannotRunError: If the model cannot run on such a batch either.
-    """
-    named = all(not isinstance((value.shape or [])[place], int) for value, place in axes.items())
-    shapes = (constant(node.inputs[1]) for node in graph if node.op_type in ("Expand", "Reshape"))
-    firsts = [int(shape[0]) for shape in shapes if shape is not None and shape.size and named]
-    sizes = {size for size in range(2, _LARGEST_HIDDEN) for n in firsts if n > 0 and n % size == 0}
-    for size in sorted(sizes, reverse=True):
-        with contextlib.suppress(_CannotRunError):
-            return size, *_drawn(graph, axes, size, run)
-    return 1, *_drawn(graph, axes, 1, run)
-
-
-def _random(
-    value: ir.Value, shape: Sequence[int], generator: np.random.Generator, numbers: tuple[int, int]
-) -> Array:
-    """Returns values for an input: normal floats, or small integers, which are mostly valid."""
-    if value.dtype is None or value.dtype.numpy().kind not in "biuf":
-        raise UnsupportedError(
-            f"input '{value.name}' must be numeric or boolean, got {value.dtype}, for which a "
-            "dynamic batch cannot be verified with random values"
-        )
-    dtype = value.dtype.numpy()
-    if dtype.kind == "f":
-        return generator.standard_normal(shape).astype(dtype)
-    drawn: Array = generator.integers(*((0, 256) if dtype == np.uint8 else numbers), size=shape)
-    return drawn.astype(dtype)
 
 
 @dataclass
@@ -350,7 +229,7 @@ class _Freeing:
         fixed: Mapping[str, Array],
     ) -> None:
         self._work, self._graph, self._axes, self._batch = work, work.graph, axes, batch
-        self._count = len(alone) - _MORE_ROWS
+        self._count = len(alone) - MORE_ROWS
         self._told: list[str] = []
         self._names = Names(work.graph)
         self._size: ir.Value | None = None
@@ -458,9 +337,9 @@ class _Freeing:
         try:
             run = self._session(node, feeds[0])
             *found, again = (run(each) for each in (*feeds, feeds[0]))
-        except _CannotRunError as error:
+        except CannotRunError as error:
             raise UnsupportedError(
-                f"{describe(node)}: onnxruntime cannot run it alone ({_cause(error)}), so a "
+                f"{describe(node)}: onnxruntime cannot run it alone ({cause_of(error)}), so a "
                 "dynamic batch cannot be verified; export the model with a dynamic batch"
             ) from error
         pairs = zip(found[0], again, strict=True)
@@ -486,10 +365,9 @@ class _Freeing:
                 kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
                 inputs.append(onnx.helper.make_tensor_value_info(value.name or "", kind, None))
         outputs = [onnx.helper.make_empty_tensor_value_info(v.name) for v in node.outputs if v.name]
-        graph = onnx.helper.make_graph(
-            [ir.serde.serialize_node(node)], "node", inputs, outputs, constants
-        )
-        run = _open(model_of(self._work, graph, self._functions))
+        nodes = [ir.serde.serialize_node(node)]
+        graph = onnx.helper.make_graph(nodes, "node", inputs, outputs, constants)
+        run = opened(model_of(self._work, graph, self._functions))
         return lambda given: run({value.name or "": array for value, array in given.items()})
 
     # ----------------------------------------------------------------------------------- repairing
@@ -504,8 +382,8 @@ class _Freeing:
             arrays = {v: t.new for v, t in given.items()} | repair.arrays
             try:
                 new = self._session(node, arrays)(arrays)
-            except _CannotRunError as error:
-                why = why or f"onnxruntime rejects it ({_cause(error)})"
+            except CannotRunError as error:
+                why = why or f"onnxruntime rejects it ({cause_of(error)})"
                 continue
             outputs = [
                 self._judged(node, given, [each[place] for each in rows], array)
@@ -513,7 +391,7 @@ class _Freeing:
             ]
             traced = [each for each in outputs if each is not None]
             if len(traced) == len(outputs):
-                found.append((self._order(node, given, traced[0]), repair, traced))
+                found.append((_order(node, given, traced[0]), repair, traced))
                 if node.op_type != "Reshape":  # only Reshape may have several interpretations
                     break
             shapes = [(each.shape, rows[0][place].shape) for place, each in enumerate(new)]
@@ -551,19 +429,6 @@ class _Freeing:
             return _Traced(rows, new, sizes=True)
         return related
 
-    def _order(
-        self, node: ir.Node, given: Mapping[ir.Value, _Traced], traced: _Traced
-    ) -> tuple[bool, int, bool]:
-        """Returns a sort key of an interpretation of Reshape, the most likely one first.
-
-        A batch is hardly ever merged with the last axis, which has the features, is rarely the
-        inner part of a merged axis, and mostly stays on its axis.
-        """
-        if traced.axis is None or node.inputs[0] is None:
-            return (False, 0, False)
-        last = traced.axis == traced.new.ndim - 1 and traced.new.ndim > 1
-        return (last, traced.outer, traced.axis != given[node.inputs[0]].axis)
-
     def _repairs(
         self, node: ir.Node, given: Mapping[ir.Value, _Traced], rows: list[list[Array]]
     ) -> Iterator[_Repair]:
@@ -579,11 +444,7 @@ class _Freeing:
                     write = functools.partial(self._write_shape, node, index, place, size, given)
                     yield _Repair({shape: grown}, write)
             return
-        own = [
-            value
-            for value in node.inputs
-            if value is not None and given[value].same and not given[value].source
-        ]
+        own = [v for v in node.inputs if v is not None and given[v].same and not given[v].source]
         if node.op_type in _STATES and not node.domain:
             layout = node.attributes.get_int("layout", 0)
             wanted = {
@@ -754,10 +615,6 @@ class _Freeing:
         )
 
 
-def _cause(error: _CannotRunError) -> str:
-    return " ".join(str(error.__cause__).split())[:200]
-
-
 def _equal(a: Array, b: Array, tolerance: float = 1e-4) -> bool:
     """Whether arrays are equal up to rounding, relative to the largest number."""
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -770,3 +627,17 @@ def _equal(a: Array, b: Array, tolerance: float = 1e-4) -> bool:
     p, q = a[finite].astype(np.float64), b[finite].astype(np.float64)
     bound = (1e-2 if a.dtype == np.float16 else tolerance) * float(np.abs(p).max(initial=0))
     return bool((np.abs(p - q) <= bound).all())
+
+
+def _order(
+    node: ir.Node, given: Mapping[ir.Value, _Traced], traced: _Traced
+) -> tuple[bool, int, bool]:
+    """Returns a sort key of an interpretation of Reshape, the most likely one first.
+
+    A batch is hardly ever merged with the last axis, which has the features, is rarely the
+    inner part of a merged axis, and mostly stays on its axis.
+    """
+    if traced.axis is None or node.inputs[0] is None:
+        return (False, 0, False)
+    last = traced.axis == traced.new.ndim - 1 and traced.new.ndim > 1
+    return (last, traced.outer, traced.axis != given[node.inputs[0]].axis)

@@ -25,7 +25,7 @@ from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.loading import ModelLike
-from ortops.graph.tensor import Names
+from ortops.graph.names import Names
 from ortops.graph.weights import lift, weights
 from ortops.surgery.reading import Array, logger, model_of, open_model, refuse_training
 

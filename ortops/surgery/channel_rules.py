@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import ELEMENTWISE, describe, has_one_reader, inner_graphs, producer_of
+from ortops.graph.edit import describe, has_one_reader, inner_graphs, producer_of
 from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.operators import ELEMENTWISE, having
 from ortops.surgery.channels import Axes, Channels, Labels
 from ortops.surgery.reading import constant, integers
+from ortops.surgery.reshaping import Sizes, blocks, merged, pieces
 
 _Rule: TypeAlias = Callable[[Channels, ir.Node], None]
-
-_Sizes: TypeAlias = Sequence[int | str | None]
 
 _RULES: dict[tuple[str, str], _Rule] = {}
 
@@ -57,7 +56,7 @@ def _axis(node: ir.Node, default: int, rank: int) -> int:
 # ----------------------------------------------------------------------------------- elementwise
 
 
-def _broadcast(channels: Channels, node: ir.Node, shapes: Sequence[tuple[Axes, _Sizes]]) -> Axes:
+def _broadcast(channels: Channels, node: ir.Node, shapes: Sequence[tuple[Axes, Sizes]]) -> Axes:
     """Joins axes that broadcast against each other, and returns those of the result."""
     rank = max((len(axes) for axes, _ in shapes), default=0)
     result: Axes = []
@@ -79,8 +78,8 @@ def _broadcast(channels: Channels, node: ir.Node, shapes: Sequence[tuple[Axes, _
     return result
 
 
-def _shapes(channels: Channels, node: ir.Node) -> list[tuple[Axes, _Sizes]] | None:
-    found: list[tuple[Axes, _Sizes]] = []
+def _shapes(channels: Channels, node: ir.Node) -> list[tuple[Axes, Sizes]] | None:
+    found: list[tuple[Axes, Sizes]] = []
     for value in node.inputs:
         if value is not None:
             sizes = channels.sizes(value)
@@ -91,8 +90,8 @@ def _shapes(channels: Channels, node: ir.Node) -> list[tuple[Axes, _Sizes]] | No
     return found
 
 
-@_rule(*sorted(ELEMENTWISE), "BitwiseAnd", "HardSwish", "Mod", "PRelu", "Shrink", "Swish")
-@_rule("BiasGelu", "FastGelu", "Gelu", "QuickGelu", domain=MICROSOFT)
+@_rule(*sorted(ELEMENTWISE))
+@_rule(*sorted(having("elementwise", MICROSOFT)), domain=MICROSOFT)
 def _elementwise(channels: Channels, node: ir.Node) -> None:
     shapes = _shapes(channels, node)
     if shapes is None:
@@ -186,7 +185,7 @@ def _gemm(channels: Channels, node: ir.Node) -> None:
     column = node.attributes.get_int("transB", 0)
     reason = f"{describe(node)}: an operand is not the output of a layer"
     channels.contract(a, 1 - row, b, column, reason)
-    result: list[tuple[Axes, _Sizes]] = []
+    result: list[tuple[Axes, Sizes]] = []
     sizes = channels.sizes(a), channels.sizes(b)
     if sizes[0] is None or sizes[1] is None:
         channels.refuse(node, reason)
@@ -264,7 +263,7 @@ def _softmax(channels: Channels, node: ir.Node) -> None:
         _fix_some(channels, node, [_axis(node, -1, rank)])
 
 
-@_rule("AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool")
+@_rule(*sorted(having("pools")))
 def _pool(channels: Channels, node: ir.Node) -> None:
     axes = channels.of(node.inputs[0])
     channels.fix_axes(axes[2:], f"{describe(node)}: it pools along these axes")
@@ -330,7 +329,7 @@ def _concat(channels: Channels, node: ir.Node) -> None:
     channels.put(node.outputs[0], result)
 
 
-def _joined(channels: Channels, along: Axes, sizes: _Sizes, reason: str) -> Labels | None:
+def _joined(channels: Channels, along: Axes, sizes: Sizes, reason: str) -> Labels | None:
     """Returns the labels of parts one after the other; parts without labels are fixed."""
     parts = []
     for labels, size in zip(along, sizes, strict=True):
@@ -554,7 +553,7 @@ def _flatten(channels: Channels, node: ir.Node) -> None:
     sizes = channels.sizes(_given(node, 0)) or [None] * len(axes)
     reason = f"{describe(node)}: it flattens channels in a way that cannot be followed"
     parts = [(axes[:axis], sizes[:axis]), (axes[axis:], sizes[axis:])]
-    channels.put(node.outputs[0], [_merge(channels, a, s, [-1], reason)[0] for a, s in parts])
+    channels.put(node.outputs[0], [merged(channels, a, s, [-1], reason)[0] for a, s in parts])
 
 
 @_rule("Reshape")
@@ -575,10 +574,10 @@ def _reshape(channels: Channels, node: ir.Node) -> None:
         elif number is not None and number > 0:
             target[place] = number
     axes_out: Axes = [None] * len(target)
-    for (a, b), (p, q) in _blocks(old, target):
+    for (a, b), (p, q) in blocks(old, target):
         if all(each is None for each in axes[a:b]):
             continue
-        axes_out[p:q] = _merge(channels, axes[a:b], old[a:b], target[p:q], reason)
+        axes_out[p:q] = merged(channels, axes[a:b], old[a:b], target[p:q], reason)
     own = constant(node.inputs[1]) is not None or has_one_reader(_given(node, 1))
     for place, (number, *_) in enumerate(shape):
         if number is None or (number > 0 and not own):  # the size cannot be written
@@ -586,106 +585,3 @@ def _reshape(channels: Channels, node: ir.Node) -> None:
             axes_out[place] = None
     channels.shapes.append((node, 1, node.outputs[0], given))
     channels.put(node.outputs[0], axes_out)
-
-
-_Piece: TypeAlias = tuple[int | None, ir.Node, int, int]
-
-
-def pieces(node: ir.Node, index: int, count: int | None = None) -> list[_Piece] | None:
-    """Returns the numbers of a shape that a node reads; None if their count is unknown.
-
-    Each is given with the node and the index of the input that has it, and its place there. Numbers
-    that are computed are None.
-
-    Args:
-        node: The node.
-        index: The index of the input.
-        count: How many there are, if it is known.
-    """
-    value = node.inputs[index]
-    array = constant(value)
-    if array is not None:
-        return [(int(each), node, index, place) for place, each in enumerate(array.reshape(-1))]
-    source = None if value is None else value.producer()
-    if value is not None and source is not None and not source.domain:
-        if source.op_type == "Concat" and len(value.uses()) == 1:
-            found = [pieces(source, each) for each in range(len(source.inputs))]
-            unknown = [each for each, part in enumerate(found) if part is None]
-            if len(unknown) == 1 and count is not None:
-                rest = count - sum(len(part) for part in found if part is not None)
-                found[unknown[0]] = [(None, source, unknown[0], each) for each in range(rest)]
-            return None if None in found else [each for part in found for each in part or ()]
-        if source.op_type in ("Cast", "Identity") and len(value.uses()) == 1:
-            return pieces(source, 0, count)
-    if value is not None and value.shape is not None and len(value.shape) == 1:
-        size = value.shape[0]
-        if isinstance(size, int):
-            return [(None, node, index, place) for place in range(size)]
-    return None
-
-
-def _blocks(old: _Sizes, new: _Sizes) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Cuts two shapes of a tensor into parts that correspond to each other, as ranges of axes."""
-    found = []
-    a, b, p, q = 0, len(old), 0, len(new)
-    while a < b and p < q and old[a] == new[p] and old[a] is not None:
-        found.append(((a, a + 1), (p, p + 1)))
-        a, p = a + 1, p + 1
-    while a < b and p < q:
-        low, start, left, right = b - 1, q - 1, old[b - 1], new[q - 1]
-        while isinstance(left, int) and isinstance(right, int) and left != right:
-            if left < right and low > a:
-                low -= 1
-                size = old[low]
-                left = left * size if isinstance(size, int) else None
-            elif right < left and start > p:
-                start -= 1
-                size = new[start]
-                right = right * size if isinstance(size, int) else None
-            else:
-                left = None
-        if left is None or left != right:
-            break
-        found.append(((low, b), (start, q)))
-        b, q = low, start
-    return [*found, ((a, b), (p, q))]
-
-
-def _merge(channels: Channels, axes: Axes, old: _Sizes, new: _Sizes, reason: str) -> Axes:
-    """Returns the labels of a part of a tensor after it was given another shape.
-
-    At most one axis of the part, the last one with labels, keeps them. If several new axes are made
-    of it, the last one that is not of size 1 keeps them, and they are joined along the others.
-    """
-    labelled = [place for place, labels in enumerate(axes) if labels is not None]
-    if not labelled:
-        return [None] * len(new)
-    if len(axes) == len(new) == 1:
-        return list(axes)
-    place = labelled[-1]
-    channels.fix_axes([axes[each] for each in labelled[:-1]], reason)
-    labels = axes[place]
-    assert labels is not None
-    sizes = [each for each in old if isinstance(each, int)]
-    if list(new) == [-1]:
-        new = [math.prod(sizes)]
-    known = [each for each in new if isinstance(each, int)]
-    fits = len(sizes) == len(old) and len(known) == len(new)
-    if not fits or math.prod(sizes) != math.prod(known):
-        channels.fix_axes([labels], reason)
-        return [None] * len(new)
-    spread = labels.reshape([-1 if each == place else 1 for each in range(len(old))])
-    grid = np.broadcast_to(spread, sizes).reshape(known)
-    wide = [each for each, size in enumerate(known) if size > 1]
-    chosen = next((each for each in wide if _varies_along(grid, each)), wide[-1])
-    rows = np.moveaxis(grid, chosen, -1).reshape(-1, known[chosen])
-    for row in rows[1:]:
-        channels.units.join(rows[0], row)
-    return [rows[0] if each == chosen else None for each in range(len(known))]
-
-
-def _varies_along(grid: Labels, axis: int) -> bool:
-    """Whether labels differ along one axis only."""
-    return all(
-        bool((grid == grid.take([0], axis=each)).all()) for each in range(grid.ndim) if each != axis
-    )

@@ -13,7 +13,6 @@ import onnx_ir as ir
 from ortops._common.arguments import whole_number
 from ortops.errors import ModelError, UnsupportedError, did_you_mean
 from ortops.graph.edit import (
-    ELEMENTWISE,
     all_nodes,
     ancestor_nodes,
     describe,
@@ -23,7 +22,9 @@ from ortops.graph.edit import (
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import MICROSOFT
-from ortops.graph.tensor import Names, Tape
+from ortops.graph.names import Names
+from ortops.graph.operators import ELEMENTWISE, MOVES, PRODUCTS, having
+from ortops.graph.tensor import Tape
 from ortops.surgery.reading import (
     Array,
     constant,
@@ -38,18 +39,15 @@ from ortops.surgery.reading import (
 
 _LAYERS = ("Conv", "FusedConv", "FusedGemm", "FusedMatMul", "Gemm", "MatMul")
 
-_OTHER_LAYERS = ("ConvTranspose", "DeformConv", "Einsum", "GRU", "LSTM", "RNN")
+_QUANTIZED = PRODUCTS & having("quantized")
 
-_QUANTIZED = (
-    *("ConvInteger", "DynamicQuantizeMatMul", "MatMulBnb4", "MatMulInteger"),
-    *("MatMulIntegerToFloat", "MatMulNBits", "QGemm", "QLinearConv", "QLinearMatMul"),
-)
+_OTHER_LAYERS = (PRODUCTS | having("recurrent")) - _QUANTIZED - {*_LAYERS}
 
 _SAME_SHAPE = {*ELEMENTWISE, "Dropout", "Hardmax", "LogSoftmax", "Softmax"}
 
-_POOLS = ("AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool")
+_POOLS = having("pools")
 
-_OF_NUMBERS = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_OF_NUMBERS = MOVES | having("keeps")
 """Operators that class indices, such as ArgMax's, may pass through without a lookup."""
 
 _PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093, 10099, 10103)
@@ -399,9 +397,8 @@ class _Change:
             if rank >= distance and is_bias:
                 self._add_bias(node, value, rank - distance)
             elif size != 1:
-                raise self._refusal(
-                    node, f"it combines the classes with '{value.name}' {self._told(value)}"
-                )
+                other = f"'{value.name}' {self._told(value)}"
+                raise self._refusal(node, f"it combines the classes with {other}")
         return max(ranks.values()) - distance
 
     def _reduce(self, node: ir.Node, axis: int, rank: int) -> None:
@@ -417,12 +414,7 @@ class _Change:
                 raise self._refusal(node, f"it selects the top {wanted} of {self._classes} classes")
             self._numbers.add(numbers)
             return
-        if node.op_type in ("ArgMax", "ArgMin"):
-            axes: list[int] | None = [node.attributes.get_int("axis", 0)]
-        elif "axes" not in node.attributes and len(node.inputs) < 2:
-            axes = [] if node.attributes.get_int("noop_with_empty_axes", 0) else list(range(rank))
-        else:
-            axes = integers(node, "axes", 1)
+        axes = _reduced_axes(node, rank)
         if axes is None:
             raise self._refusal(node, "its axes are computed")
         places = {each % rank for each in axes}
@@ -440,20 +432,15 @@ class _Change:
             new = {each % (rank + len(axes)) for each in axes}
             return [place for place in range(rank + len(axes)) if place not in new][axis]
         if axes is None:
-            shape = self._shape(self._input(node))
+            shape = self._shape(_data(node))
             axes = [place for place, size in enumerate(shape) if size == 1]
         places = {each % rank for each in axes}
         if axis in places:
             raise self._refusal(node, "it removes the class axis")
         return axis - sum(each < axis for each in places)
 
-    def _input(self, node: ir.Node) -> ir.Value:
-        value = node.inputs[0]
-        assert value is not None
-        return value
-
     def _reshaped(self, node: ir.Node, axis: int) -> int:
-        sizes = self._shape(self._input(node))
+        sizes = self._shape(_data(node))
         if node.op_type == "Flatten":
             cut = node.attributes.get_int("axis", 1)
             cut += len(sizes) if cut < 0 else 0
@@ -517,15 +504,9 @@ class _Change:
 
     def _select(self, node: ir.Node, axis: int, rank: int, carried: Sequence[ir.Value]) -> None:
         kind = node.op_type
-        if kind == "Slice":
-            axes = integers(node, "axes", 3)
-            if axes is None and len(node.inputs) <= 3:
-                starts = integers(node, "starts", 1)
-                axes = None if starts is None else list(range(len(starts)))
-            if axes is None:
-                raise self._refusal(node, "it may select some of the classes")
-        else:
-            axes = [node.attributes.get_int("axis", 0)]
+        axes = _selected_axes(node)
+        if axes is None:
+            raise self._refusal(node, "it may select some of the classes")
         if axis in {each % rank for each in axes}:
             raise self._refusal(node, "it selects some of the classes, or appends others")
         if kind == "Concat" and (
@@ -558,13 +539,13 @@ class _Change:
         bound = 1 / math.sqrt(max(fan_in, 1))
         changes = [f"weight '{root.name}' {list(old.shape)} → {shape} uniform in ±{bound:.3g}"]
         biases = [self._root(value, axis) for value, axis in self._biases]
-        self._set(root, generator.uniform(-bound, bound, shape).astype(old.dtype))
+        _set(root, generator.uniform(-bound, bound, shape).astype(old.dtype))
         for value, axis in biases:
             array = constant(value)
             assert array is not None
             shape = self._with_classes(array.shape, axis)
             changes.append(f"bias '{value.name}' {list(array.shape)} → {shape} zeros")
-            self._set(value, np.zeros(shape, array.dtype))
+            _set(value, np.zeros(shape, array.dtype))
         names = Names(self._work.graph)
         for node, index, array in self._constants:
             tape = Tape(self._work.graph, before=node, names=names)
@@ -620,11 +601,38 @@ class _Change:
                 each.shape = None
         return chain[-1], axis
 
-    def _set(self, value: ir.Value, array: Array) -> None:
-        tensor = ir.Tensor(array, name=value.name)
-        node = value.producer()
-        if node is not None:
-            node.attributes.clear()
-            node.attributes.add(ir.AttrTensor("value", tensor))
-        value.const_value = tensor
-        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
+
+def _reduced_axes(node: ir.Node, rank: int) -> list[int] | None:
+    """Returns the axes that a node reduces; None if they are computed."""
+    if node.op_type in ("ArgMax", "ArgMin"):
+        return [node.attributes.get_int("axis", 0)]
+    if "axes" not in node.attributes and len(node.inputs) < 2:
+        return [] if node.attributes.get_int("noop_with_empty_axes", 0) else list(range(rank))
+    return integers(node, "axes", 1)
+
+
+def _selected_axes(node: ir.Node) -> list[int] | None:
+    """Returns the axes along which a node selects or appends; None if they are computed."""
+    if node.op_type != "Slice":
+        return [node.attributes.get_int("axis", 0)]
+    axes = integers(node, "axes", 3)
+    if axes is None and len(node.inputs) <= 3:
+        starts = integers(node, "starts", 1)
+        axes = None if starts is None else list(range(len(starts)))
+    return axes
+
+
+def _data(node: ir.Node) -> ir.Value:
+    value = node.inputs[0]
+    assert value is not None
+    return value
+
+
+def _set(value: ir.Value, array: Array) -> None:
+    tensor = ir.Tensor(array, name=value.name)
+    node = value.producer()
+    if node is not None:
+        node.attributes.clear()
+        node.attributes.add(ir.AttrTensor("value", tensor))
+    value.const_value = tensor
+    value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)

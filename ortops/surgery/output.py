@@ -13,7 +13,7 @@ from ortops.graph.files import loading
 from ortops.graph.files.folders import remember
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import algorithm_names
-from ortops.graph.tensor import Names
+from ortops.graph.names import Names
 from ortops.surgery.reading import dimensions, inferred, logger, read
 
 

@@ -21,10 +21,11 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.edit import all_nodes, describe
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
-from ortops.graph.tensor import Names
-from ortops.surgery.channel_rules import follow, pieces
+from ortops.graph.names import Names
+from ortops.surgery.channel_rules import follow
 from ortops.surgery.channels import Channels, Labels
 from ortops.surgery.reading import Array, inferred, integers, logger, read, refuse_training
+from ortops.surgery.reshaping import pieces
 
 _QUANTIZED = re.compile(
     r"Q(Attention|Gemm|Linear|MoE)|QuantizeLinear|Integer|NBits|Bnb4|BlockQuantized|"

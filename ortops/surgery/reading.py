@@ -17,6 +17,7 @@ from ortops.graph.edit import values_of
 from ortops.graph.files import external, loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.operators import having
 from ortops.graph.shapes import infer_shapes
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -25,11 +26,7 @@ logger = logging.getLogger("ortops")
 
 _FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
-_LIKE_INPUTS = (
-    *("BiasGelu", "BiasSplitGelu", "CausalConvWithState", "FastGelu", "FusedConv", "FusedGemm"),
-    *("FusedMatMul", "Gelu", "QuickGelu", "SkipLayerNormalization", "Trilu"),
-    "SkipSimplifiedLayerNormalization",
-)
+_LIKE_INPUTS = having("keeps_rank", MICROSOFT)
 """onnxruntime's operators whose output has the rank of an input; onnx cannot infer their shapes."""
 
 

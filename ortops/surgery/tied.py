@@ -12,7 +12,7 @@ from ortops._common.arguments import text
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
-from ortops.graph.tensor import Names
+from ortops.graph.names import Names
 from ortops.surgery.reading import logger, read, refuse_training
 
 

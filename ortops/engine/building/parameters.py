@@ -26,66 +26,33 @@ from ortops.engine.building.readers import (
 )
 from ortops.engine.building.scopes import ScopeNames, matches, nearest, scopes_of
 from ortops.errors import ModelError, did_you_mean
-from ortops.graph.edit import ELEMENTWISE, describe
+from ortops.graph.constants import constant_tensor
+from ortops.graph.edit import describe
 from ortops.graph.files.external import ends
-from ortops.graph.files.messages import MICROSOFT
-from ortops.graph.tensor import constant_tensor
+from ortops.graph.operators import ELEMENTWISE, OPERATORS, PRODUCTS, WEIGHTS, having
 
 SETTINGS: Mapping[tuple[str, str], Collection[int]] = {
-    (domain, operator): inputs
-    for domain, inputs, operators in (
-        ("", (0, 1), ("Mod",)),
-        ("", (0, 1, 2), ("Range",)),
-        ("", range(100), ("Max", "Min")),
-        ("", (1,), ("Dropout", "GridSample", "MaxRoiPool", "Pow", "RoiAlign", "Upsample")),
-        ("", (1, 2), ("Clip", "DequantizeLinear", "QuantizeLinear", "Resize", "RotaryEmbedding")),
-        ("", (1, 4, 6), ("QLinearConv", "QLinearMatMul")),
-        ("", (2,), ("OneHot", "Pad", "STFT")),
-        ("", (3, 4), ("BatchNormalization",)),
-        ("", (5,), ("GRU", "RNN")),
-        ("", (5, 6), ("LSTM",)),
-        (MICROSOFT, range(100), ("QLinearConcat",)),
-        (MICROSOFT, (1, 2), ("DequantizeLinear", "QuantizeLinear")),
-        (MICROSOFT, (1, 3), ("QLinearAveragePool", "QLinearGlobalAveragePool")),
-        (MICROSOFT, (1, 3), ("QLinearLeakyRelu", "QLinearReduceMean")),
-        (MICROSOFT, (1, 3), ("QLinearSigmoid", "QLinearSoftmax")),
-        (MICROSOFT, (1, 4, 6), ("QLinearAdd", "QLinearConv", "QLinearMul")),
-        (MICROSOFT, (1, 4, 7), ("QGemm",)),
-        (MICROSOFT, (2,), ("DynamicQuantizeMatMul",)),
-        (MICROSOFT, (2, 3), ("GatherBlockQuantized", "MatMulIntegerToFloat")),
-        (MICROSOFT, (2, 3), ("MatMulNBits", "RotaryEmbedding")),
-        (MICROSOFT, (2, 5, 7), ("QLinearWhere",)),
-        (MICROSOFT, (3, 4), ("Attention", "QAttention")),
-        (MICROSOFT, (5, 6, 8, 10), ("DynamicQuantizeLSTM",)),
-        (MICROSOFT, (7, 8), ("GroupQueryAttention",)),
-    )
-    for operator in operators
+    key: row.settings for key, row in OPERATORS.items() if row.settings
 }
 """Inputs that configure an operator, as opposed to learned weights, by operator."""
 
-_PRODUCTS = frozenset(
-    {"Conv", "ConvInteger", "ConvTranspose", "Einsum", "FusedConv", "FusedGemm", "FusedMatMul"}
-    | {"Gemm", "MatMul", "MatMulInteger", "MatMulNBits", "QLinearConv", "QLinearMatMul"}
-)
+_NORMALIZATIONS = having("normalizes")
 
-_NORMALIZATIONS = frozenset(
-    {"BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"}
-    | {"RMSNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization"}
-    | {"SkipSimplifiedLayerNormalization"}
-)
+_ONE_NUMBER = ELEMENTWISE - {"PRelu"}
+"""Operators in which one number is no weight."""
 
 _LEAST_IDENTITY = 9  # elements; smaller ones in products are often examples of weights
 
 _KERNELS = frozenset((name, 1) for name in ("Conv", "ConvTranspose", "FusedConv"))
 
-_SINGULAR = frozenset({("Log", 0), ("Sqrt", 0), ("Pow", 0), ("Reciprocal", 0), ("Div", 1)})
+_SINGULAR = {
+    (name, row.singular) for (_, name), row in OPERATORS.items() if row.singular is not None
+}
 """Operators, with an input, whose derivative is infinite or undefined at 0."""
 
-_QUANTIZED: Mapping[str, Collection[int]] = {
-    **dict.fromkeys(("DequantizeLinear", "GatherBlockQuantized"), (0,)),
-    **dict.fromkeys(("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger"), (1,)),
-    **dict.fromkeys(("MatMulIntegerToFloat", "MatMulNBits"), (1,)),
-    **dict.fromkeys(("QGemm", "QLinearConv", "QLinearMatMul"), (3,)),
+_QUANTIZED: Mapping[str, int] = {
+    "DequantizeLinear": 0,
+    **{name: index for name, index in WEIGHTS.items() if name in having("quantized")},
 }
 """Inputs that hold quantized weights, by operator."""
 
@@ -254,7 +221,7 @@ def quantized(values: Iterable[ir.Value]) -> dict[str, str]:
         if value.dtype is None or value.dtype.is_floating_point():
             continue
         for use in value.uses():
-            if use.idx in _QUANTIZED.get(use.node.op_type, ()):
+            if use.idx == _QUANTIZED.get(use.node.op_type):
                 found[value.name or ""] = f"is {value.dtype}, read by {describe(use.node)}"
     return found
 
@@ -373,7 +340,7 @@ def _why_shared(own: Sequence[Reader], found: Sequence[Reader], value: ir.Value)
         value: The value.
     """
     size, first = _size(value), describe(own[0].node)
-    if len(found) > 1 and size == 1 and all(r.node.op_type in ELEMENTWISE for r in own):
+    if len(found) > 1 and size == 1 and all(r.node.op_type in _ONE_NUMBER for r in own):
         return f"is one number that {len(found)} nodes read, such as {first}"
     return ""
 
@@ -411,7 +378,7 @@ def _why_fixed(own: Sequence[Reader], value: ir.Value) -> str:
     kind = table_kind(values)
     if not any((r.node.op_type, r.index) == ("Gather", 0) for r in own):
         mask = mask_kind(values)
-        in_layer = any(reader.node.op_type in _PRODUCTS for reader in own)
+        in_layer = any(reader.node.op_type in PRODUCTS for reader in own)
         is_small = mask == "a mask of 0 and 1" or values.size < _LEAST_IDENTITY
         kind = kind if in_layer and is_small else mask or kind
     is_vector = sum(size != 1 for size in values.shape) < 2
@@ -437,9 +404,9 @@ def _adds_bias(node: ir.Node, index: int) -> bool:
     """Whether a node adds an input to a product."""
     if node.op_type == "Add" and not node.domain:
         return _is_bias(node, index)
-    if node.op_type in ("GRU", "LSTM", "RNN"):
+    if node.op_type in having("recurrent"):
         return index == 3
-    return node.op_type == "PRelu" or (node.op_type in _PRODUCTS and index == 2)
+    return node.op_type == "PRelu" or (node.op_type in PRODUCTS and index == 2)
 
 
 def _why_not_for(reader: Reader, value: ir.Value) -> str:
@@ -451,7 +418,7 @@ def _why_not_for(reader: Reader, value: ir.Value) -> str:
     if index in SETTINGS.get(key, ()):
         name = formal_name(node, index)
         return f"is {'input' if name.isdigit() else 'the'} {name} of {describe(node)}"
-    if _size(value) == 1 and not node.domain and node.op_type in ELEMENTWISE | {"Where"}:
+    if _size(value) == 1 and not node.domain and node.op_type in _ONE_NUMBER:
         if node.op_type == "Add" and _is_bias(node, index):
             under = _function_of(node.outputs[0])
             return f"is one number, added under {describe(under)}" if under is not None else ""
@@ -474,7 +441,7 @@ def _is_bias(node: ir.Node, index: int) -> bool:
     """Whether an Add adds the input to a matrix product or a convolution."""
     other = _source(node.inputs[1 - index], PASSING)
     producer = None if other is None else other.producer()
-    return producer is not None and producer.op_type in _PRODUCTS
+    return producer is not None and producer.op_type in PRODUCTS
 
 
 def _function_of(value: ir.Value) -> ir.Node | None:
@@ -643,9 +610,9 @@ def _layer(node: ir.Node) -> Iterator[ir.Value]:
     if node.op_type == "Add" and not node.domain:
         for value in node.inputs:
             product = None if value is None else value.producer()
-            if product is not None and product.op_type in _PRODUCTS:
+            if product is not None and product.op_type in PRODUCTS:
                 values += product.inputs
-    elif node.op_type in _PRODUCTS:
+    elif node.op_type in PRODUCTS:
         for use in node.outputs[0].uses():
             values += use.node.inputs if use.node.op_type == "Add" else []
     for value in values:

@@ -26,8 +26,8 @@ from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import describe_node
+from ortops.graph.names import Names
 from ortops.graph.shapes import infer_shapes
-from ortops.graph.tensor import Names
 from ortops.graph.weights import Origin, lift, weights
 
 BatchNormalization: TypeAlias = Literal["auto", "train", "frozen"]

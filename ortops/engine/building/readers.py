@@ -10,11 +10,10 @@ import onnx_ir as ir
 
 from ortops.graph.edit import all_nodes, describe, inner_graphs
 from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.operators import MOVES, having
 
 PASSING: Mapping[str, Collection[int]] = {
-    **dict.fromkeys(("Cast", "CastLike", "Expand", "Flatten", "Identity", "Pad"), (0,)),
-    **dict.fromkeys(("DequantizeLinear", "QuantizeLinear", "Reshape", "Slice", "Split"), (0,)),
-    **dict.fromkeys(("Squeeze", "Tile", "Transpose", "Unsqueeze"), (0,)),
+    **dict.fromkeys(MOVES | having("keeps") | having("rounds") | having("copies"), (0,)),
     "Concat": range(10_000),
 }
 """Inputs that an operator only moves or rounds, so that its readers count as readers of them."""

@@ -17,7 +17,7 @@ from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import graphs_within, names_within, rename_within
-from ortops.graph.tensor import Names
+from ortops.graph.names import Names
 
 Key: TypeAlias = tuple[str, str]
 """The name of a part, and of a value of it."""

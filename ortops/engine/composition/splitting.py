@@ -15,7 +15,7 @@ from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import names_within, node_graphs, rename_within
-from ortops.graph.tensor import Names
+from ortops.graph.names import Names
 
 
 @loading.blame_model

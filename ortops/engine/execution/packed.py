@@ -13,8 +13,9 @@ import onnx_ir as ir
 from ortops._common.numbers import Array
 from ortops.engine.execution.memory import Memory
 from ortops.engine.execution.update_groups import Group, is_safe_in_place
+from ortops.graph.constants import IR_VERSION
 from ortops.graph.passes.scaled_sums import MULTIPLE, arranged, expand
-from ortops.graph.tensor import IR_VERSION, Tape, op
+from ortops.graph.tensor import Tape, op
 
 _ALIGNMENT = 16  # elements
 

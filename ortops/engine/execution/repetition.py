@@ -9,7 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.engine.execution.packed import Packed
-from ortops.graph.tensor import IR_VERSION, Names, Tape, op
+from ortops.graph.constants import IR_VERSION
+from ortops.graph.names import Names
+from ortops.graph.tensor import Tape, op
 
 LOSSES = "losses"
 """The output with the loss of each step."""

@@ -28,7 +28,8 @@ from ortops.graph.edit import (
     replace_value,
     values_of,
 )
-from ortops.graph.tensor import Names, Tape, Tensor, op
+from ortops.graph.names import Names
+from ortops.graph.tensor import Tape, Tensor, op
 
 _ALIGNMENT = 16  # elements
 

@@ -29,9 +29,9 @@ from ortops.errors import UnsupportedError
 from ortops.graph.autodiff.registry import Rules
 from ortops.graph.edit import remove_defaults, remove_unread_inputs, set_outputs
 from ortops.graph.folding import fold
+from ortops.graph.names import Names
 from ortops.graph.passes import scaled_sums
 from ortops.graph.passes.rematerialization import Checkpoint, Rematerialization, names_in
-from ortops.graph.tensor import Names
 
 _NOT_ELEMENTWISE = "it is not elementwise"
 _IN_BACKWARD = "it is part of the backward pass"

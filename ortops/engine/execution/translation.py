@@ -20,10 +20,10 @@ import onnx_ir as ir
 from ortops._common.numbers import Array
 from ortops.engine.execution.update_groups import Group, is_scalar
 from ortops.errors import UnsupportedError
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import describe
 from ortops.graph.passes.scaled_sums import DOMAIN as SCALED_SUMS
 from ortops.graph.passes.scaled_sums import adds_to_zero
-from ortops.graph.tensor import constant_tensor
 
 _FLOATS = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
 _16_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

@@ -17,8 +17,8 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from ortops.engine.lowering import TRAINING_DOMAIN, Keep, lower_optimizers
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import (
-    ELEMENTWISE,
     Steps,
     ancestor_nodes,
     copy_node,
@@ -26,8 +26,9 @@ from ortops.graph.edit import (
     remove_unread_inputs,
     unrolled,
 )
+from ortops.graph.operators import ELEMENTWISE
 from ortops.graph.passes.scaled_sums import overwrites
-from ortops.graph.tensor import Tape, constant_tensor, op
+from ortops.graph.tensor import Tape, op
 from ortops.optimizers import OPERATORS
 
 Shape: TypeAlias = tuple[int, ...]

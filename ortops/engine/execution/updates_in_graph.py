@@ -27,9 +27,11 @@ from ortops.engine.execution.split_step import differentiated
 from ortops.engine.execution.step import Step
 from ortops.engine.execution.update_groups import is_scalar
 from ortops.errors import UnsupportedError
-from ortops.graph.edit import ELEMENTWISE, ancestor_nodes, read_inputs
+from ortops.graph.edit import ancestor_nodes, read_inputs
+from ortops.graph.names import Names
+from ortops.graph.operators import ELEMENTWISE
 from ortops.graph.passes.scaled_sums import expand
-from ortops.graph.tensor import Names, Tape, op
+from ortops.graph.tensor import Tape, op
 
 SlicesByName: TypeAlias = dict[str, tuple[Packed, int]]
 """Inputs or outputs of a graph that hold a packed role: the packed update and the role's index."""

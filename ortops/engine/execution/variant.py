@@ -35,10 +35,10 @@ from ortops.engine.execution.updates_in_graph import (
 from ortops.engine.inference import InferenceSession
 from ortops.graph.element_types import values_of_type
 from ortops.graph.files import external
+from ortops.graph.names import Names
 from ortops.graph.passes.blocked import is_mostly_blocked
 from ortops.graph.passes.order import put_last_results_first
 from ortops.graph.passes.quantized_weights import dequantize_products
-from ortops.graph.tensor import Names
 
 _COPIED = 2**20  # the largest outputs, in bytes, that are copied from onnxruntime's memory
 

@@ -12,7 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.graph.element_types import replace_type, values_of_type
-from ortops.graph.tensor import Names, Tape, op
+from ortops.graph.names import Names
+from ortops.graph.tensor import Tape, op
 
 _FLOAT32, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 

@@ -26,21 +26,10 @@ from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import ITEM_SIZES, has_domain
 from ortops.graph.limits import LIMITS
+from ortops.graph.operators import ELEMENTWISE, MOVES, having
 from ortops.graph.shapes import infer_shapes, may_be_equal
 
-_FAST = frozenset(
-    {
-        *("Constant", "ConstantOfShape", "EyeLike", "Range"),
-        *("Bernoulli", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
-        *("Cast", "CastLike", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Shape"),
-        *("Size", "Slice", "Squeeze", "Transpose", "Unsqueeze", "Where"),
-        *("Abs", "Ceil", "Clip", "Cos", "Erf", "Exp", "Floor", "Log", "Neg", "Reciprocal"),
-        *("Round", "Sigmoid", "Sign", "Sin", "Sqrt", "Tanh"),
-        *("Add", "Div", "Max", "Min", "Mod", "Mul", "Pow", "Sub"),
-        *("And", "Equal", "Greater", "Less", "Not", "Or"),
-        *("ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"),
-    }
-)
+_FAST = ELEMENTWISE | MOVES | having("linear")
 """Operators whose time is proportional to the size of their inputs and outputs."""
 
 _CONSTANT = frozenset({"Constant", "ConstantOfShape", "Identity"})

@@ -67,10 +67,11 @@ from ortops.graph.files.external import LightModel, detach
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import describe_node
 from ortops.graph.files.serialization import BOUND_DOMAIN, name_tensors, to_proto
+from ortops.graph.names import Names
 from ortops.graph.passes.rounding import ROUNDING
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.squashing import squashed
-from ortops.graph.tensor import Names, Tape, op
+from ortops.graph.tensor import Tape, op
 from ortops.optimizers import OPERATORS
 
 STEP_GRAPH_KEY = "ortops.step_graph"

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.autodiff.gradient_node import is_bound
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import (
     Steps,
     all_nodes,
@@ -25,7 +26,7 @@ from ortops.graph.edit import (
     unrolled,
 )
 from ortops.graph.shapes import reshape_like
-from ortops.graph.tensor import Tape, Tensor, constant_tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from ortops.engine.training.batch_labels import (
 )
 from ortops.engine.training.input_values import Array, Input, to_array
 from ortops.errors import FREE_BATCH, FeedError, did_you_mean
+from ortops.graph.constants import numpy_dtype
 from ortops.graph.labels import Labels
 from ortops.graph.row_axes import RowAxes, row_axes, rows_to
-from ortops.graph.tensor import numpy_dtype
 
 logger = logging.getLogger("ortops")
 

@@ -26,6 +26,7 @@ from ortops.graph.autodiff.registry import (
     Rules,
     StructuralRule,
     ZeroRule,
+    rearranges,
 )
 from ortops.graph.edit import attribute_values, describe, nodes_between
 from ortops.graph.shapes import map_sequences, unbroadcast
@@ -167,7 +168,7 @@ def _through_rule(at: Site, rule: Rule, attributes: Mapping[str, Any]) -> Cotang
         _require_output(tape, node, index)
     outputs = tuple(_read(at, value) for value in node.outputs)
     inputs = tuple(_read(at, value) for value in node.inputs)
-    if at.rules.rearranges(node):  # quantized tensors have floating-point cotangents
+    if rearranges(node):  # quantized tensors have floating-point cotangents
         outputs, inputs = (
             tuple(None if x is None else _real(x, at) for x in some) for some in (outputs, inputs)
         )

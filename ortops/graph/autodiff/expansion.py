@@ -11,7 +11,7 @@ operator, and the backward pass computes the definition.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import onnx
@@ -22,6 +22,7 @@ from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.autodiff.backward import emit_definition
 from ortops.graph.autodiff.gradient_node import Bound, bound_nodes, infer_outputs, is_bound
 from ortops.graph.autodiff.registry import Definition, Function, Rules
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import (
     all_nodes,
     attribute_values,
@@ -31,8 +32,9 @@ from ortops.graph.edit import (
     replace_value,
     tape_before,
 )
+from ortops.graph.names import Names
 from ortops.graph.shapes import is_unknown
-from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor
+from ortops.graph.tensor import Tape, Tensor
 
 EXPANDED_DOMAIN = "ortops.expanded"
 """The private domain of nodes that are about to be replaced by a schema's function body."""
@@ -114,14 +116,42 @@ def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
             _infer(node, known, names)
         if known is not None and known.after is not None and node in kept:
             _continue(node, known.after, names)
-    bodies = False
-    for node in chosen:
-        if node.graph is not None:
-            bodies |= _call_body(model, node)
-    if bodies:
+    called = [node for node in chosen if node.graph is not None and _call_body(model, node)]
+    _inline(model, called)
+    return True
+
+
+def expand_nodes(model: ir.Model, nodes: Iterable[ir.Node], rules: Rules) -> bool:
+    """Replaces nodes, in place, with their definitions, whether gradients pass through them or not.
+
+    Nodes that `can_be_expanded` is not true of stay, and so do those of which the definition does
+    not support an attribute or output.
+
+    Returns:
+        Whether anything was changed, so that types must be inferred again.
+    """
+    names, called, replaced = Names(model.graph), [], False
+    for node in nodes:
+        known = rules.definition(node)
+        with contextlib.suppress(UnsupportedError):
+            if not can_be_expanded(node, rules):
+                continue
+            if known is not None:
+                replace_by_definition(node, known, names)
+                replaced = True
+            elif _call_body(model, node):
+                called.append(node)
+    _inline(model, called)
+    return bool(called) or replaced
+
+
+def _inline(model: ir.Model, called: Collection[ir.Node]) -> None:
+    """Inlines the function bodies that nodes were made to call."""
+    if called:
         passes.InlinePass()(model)
         model.graph.opset_imports.pop(EXPANDED_DOMAIN, None)
-    return True
+        for graph in model.graph.subgraphs():
+            graph.opset_imports.update(model.graph.opset_imports)
 
 
 def _nodes_on_paths(graph: ir.Graph) -> Iterator[ir.Node]:

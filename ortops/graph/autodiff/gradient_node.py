@@ -17,6 +17,7 @@ import onnx_ir as ir
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph.autodiff.backward import backward
 from ortops.graph.autodiff.registry import Rules
+from ortops.graph.constants import VARIABLE
 from ortops.graph.edit import (
     all_nodes,
     ancestor_nodes,
@@ -33,8 +34,9 @@ from ortops.graph.edit import (
 )
 from ortops.graph.files.messages import DOMAINS
 from ortops.graph.files.serialization import BOUND_DOMAIN, map_types
+from ortops.graph.names import Names
 from ortops.graph.shapes import may_be_equal
-from ortops.graph.tensor import VARIABLE, Names, Tape, Tensor, ones_like, op, zeros_like
+from ortops.graph.tensor import Tape, Tensor, ones_like, op, zeros_like
 
 GRADIENT_DOMAINS = DOMAINS
 """The domain in the specification, and the one that some exporters write instead."""

@@ -11,22 +11,12 @@ from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
-from ortops.graph.edit import MOVES, producer_of
+from ortops.graph.edit import producer_of
+from ortops.graph.operators import ELEMENTWISE, REARRANGES, having
 from ortops.graph.tensor import Tensor, op
 
 _SOURCES = ("LogSoftmax", "Softmax")
-_PASSING = MOVES | {
-    "Add",
-    "Cast",
-    "Concat",
-    "Div",
-    "Dropout",
-    "Exp",
-    "Expand",
-    "Gather",
-    "Identity",
-}
-_PASSING |= {"Log", "Mul", "Neg", "Slice", "Split", "Sub", "Where"}
+_PASSING = (ELEMENTWISE - having("zero")) | REARRANGES | {"Dropout"}
 _PRODUCTS = frozenset({"Einsum", "Gemm", "MatMul"})
 
 

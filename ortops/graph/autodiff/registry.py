@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints
 import onnx_ir as ir
 
 from ortops.graph.edit import is_float, read_inputs
+from ortops.graph.operators import REARRANGES
 from ortops.graph.tensor import Tensor
 
 Cotangents: TypeAlias = Tensor | tuple[Tensor | None, ...] | None
@@ -120,14 +121,11 @@ class Table:
 
     Attributes:
         rules: The rules by (domain, operator).
-        rearranging: Operators that only move elements, so that quantized tensors keep their
-            cotangents.
         refusals: For operators without a rule, the reason and the remedy, if known.
     """
 
     def __init__(self) -> None:
         self.rules: dict[Key, AnyRule] = {}
-        self.rearranging: set[Key] = set()
         self.refusals: dict[Key, str] = {}
 
     def vjp(
@@ -192,10 +190,6 @@ class Table:
         """Registers operators whose derivative is zero; see `ZeroRule`."""
         for op_type in op_types:
             self.rules[domain, op_type] = ZeroRule()
-
-    def rearranges(self, *op_types: str) -> None:
-        """Registers operators that only move elements; see `rearranging`."""
-        self.rearranging.update(("", op_type) for op_type in op_types)
 
     def refuses(self, *op_types: str, domain: str = "", reason: str) -> None:
         """Registers the reason why operators have no rule, and the remedy; see `refusals`."""
@@ -298,6 +292,11 @@ _NEVER_QUANTIZED = frozenset(
 )
 
 
+def rearranges(node: ir.Node) -> bool:
+    """Whether a node only moves elements, so that quantized tensors keep their cotangents."""
+    return node.op_type in REARRANGES and not node.domain
+
+
 class Rules:
     """Rules from several tables; the first table with a rule takes precedence.
 
@@ -341,11 +340,6 @@ class Rules:
         """Whether the derivative of a node is zero wherever it exists."""
         return isinstance(self.find(node), ZeroRule)
 
-    def rearranges(self, node: ir.Node) -> bool:
-        """Whether a node only moves elements, which may be quantized."""
-        key = (node.domain, node.op_type)
-        return any(key in table.rearranging for table in self.tables)
-
     def is_quantized(self, value: ir.Value) -> bool:
         """Whether a value is a quantized tensor, possibly rearranged."""
         pending, seen = [value], {value}
@@ -357,7 +351,7 @@ class Rules:
             rule = self.find(node)
             if isinstance(rule, Rule | Definition) and rule.quantizes and value is node.outputs[0]:
                 return True
-            if self.rearranges(node):
+            if rearranges(node):
                 new = {part for part in node.inputs if part is not None} - seen
                 seen |= new
                 pending += new

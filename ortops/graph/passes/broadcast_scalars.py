@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ortops.graph.constants import constant_tensor
 from ortops.graph.passes.draft import ONNXRUNTIME
 from ortops.graph.passes.rewrite import PatternPass, Result, pattern
-from ortops.graph.tensor import Tape, Tensor, constant_tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 
 
 @pattern("Add", "Div", "Mul", "Sub")

@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import are_of_first_order
 from ortops.graph.autodiff.registry import Rules, Table
+from ortops.graph.names import Names
 from ortops.graph.passes.finite import unbounded_values
-from ortops.graph.tensor import Names
 
 Runtime: TypeAlias = Literal[
     "any", "onnxruntime", "cuda", "cuda_session", "webgpu", "webgpu_session", "session"

@@ -10,27 +10,15 @@ import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import is_bound
 from ortops.graph.autodiff.registry import Rules
+from ortops.graph.constants import constant_number
 from ortops.graph.edit import is_float
-from ortops.graph.tensor import Tensor, constant_number, op
+from ortops.graph.operators import having
+from ortops.graph.tensor import Tensor, op
 
 # The largest float32, so that its product with any positive normal number is at least 1.
 _STEEP = float(np.finfo(np.float32).max)
 
-_FINITE = frozenset(
-    {
-        *("Abs", "Add", "AveragePool", "BatchNormalization", "Cast", "CastLike", "Clip", "Concat"),
-        *("Conv", "ConvTranspose", "Cos", "DepthToSpace", "Dropout", "Einsum", "Elu", "Erf"),
-        *("Exp", "Expand", "Flatten", "GRU", "Gather", "GatherElements", "GatherND", "Gelu"),
-        *("Gemm", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "HardSigmoid"),
-        *("HardSwish", "Identity", "InstanceNormalization", "LSTM", "LayerNormalization"),
-        *("LeakyRelu", "LogSoftmax", "MatMul", "Max", "MaxPool", "Mean", "Min", "Mish", "Mul"),
-        *("Neg", "NegativeLogLikelihoodLoss", "PRelu", "Pad", "ReduceLogSumExp", "ReduceMax"),
-        *("ReduceMean", "ReduceMin", "ReduceSum", "Relu", "Reshape", "Resize", "Sigmoid", "Sin"),
-        *("Slice", "Softmax", "SoftmaxCrossEntropyLoss", "Softplus", "SpaceToDepth", "Split"),
-        *("Squeeze", "Sub", "Sum", "Swish", "Tanh", "Tile", "Transpose", "Unsqueeze", "Where"),
-    }
-)
-"""Operators whose gradients keep finite cotangents finite, unlike that of a root at zero."""
+_FINITE = having("finite")
 
 
 def unbounded_values(graph: ir.Graph, rules: Rules) -> set[ir.Value]:

@@ -12,8 +12,9 @@ import onnx_ir as ir
 
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules.elementwise import gelu
-from ortops.graph.edit import MOVES, emit_one, producer_of
+from ortops.graph.edit import emit_one, producer_of
 from ortops.graph.matching import Found, Variable, form, product
+from ortops.graph.operators import MOVES
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft
 from ortops.graph.passes.rewrite import (
     Fusion,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from ortops.graph.choices import chosen_axes, chosen_indices
+from ortops.graph.constants import constant_number, constant_tensor
 from ortops.graph.edit import (
     Steps,
     attribute_values,
@@ -26,8 +27,14 @@ from ortops.graph.files.serialization import BOUND_DOMAIN
 from ortops.graph.folding import fold
 from ortops.graph.matching import Found, Number, Variable, form, kept
 from ortops.graph.passes.draft import SESSION, Draft, Pass
-from ortops.graph.passes.rewrite import Pattern, Result, formula, pattern, rewrite_with_bodies
-from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
+from ortops.graph.passes.rewrite import (
+    Pattern,
+    Result,
+    formula,
+    pattern,
+    rewrite_with_bodies,
+)
+from ortops.graph.tensor import Tape, Tensor, op
 
 
 @pattern("Identity")

@@ -8,9 +8,9 @@ import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import is_bound
 from ortops.graph.choices import constant_integers
+from ortops.graph.constants import constant_number
 from ortops.graph.edit import all_nodes, remove_unread
 from ortops.graph.passes.draft import Draft, Pass
-from ortops.graph.tensor import constant_number
 
 
 class _Padding(Pass):

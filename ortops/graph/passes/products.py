@@ -15,9 +15,10 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.graph.choices import constant_integers
-from ortops.graph.edit import MOVES, emit_one, has_one_reader, permutation_of
+from ortops.graph.edit import emit_one, has_one_reader, permutation_of
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.matching import Found, Number, Variable
+from ortops.graph.operators import MOVES
 from ortops.graph.passes.draft import ANYWHERE, ONNXRUNTIME
 from ortops.graph.passes.rewrite import PatternPass, Result, formula, pattern
 from ortops.graph.tensor import Tape, Tensor, op

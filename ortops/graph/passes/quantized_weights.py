@@ -16,14 +16,16 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.graph.autodiff.registry import Cotangents, Table
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import emit_one
 from ortops.graph.faults import outputs_of
 from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.names import Names
 from ortops.graph.passes.draft import SESSION, Draft, Pass
 from ortops.graph.passes.products import fused_matmul
 from ortops.graph.passes.rewrite import Result, pattern, rewrite_with_bodies
 from ortops.graph.shapes import zero_after
-from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 
 _BYTES = 2**26
 """The largest size of a dequantized matrix; the head of a large vocabulary takes gigabytes."""

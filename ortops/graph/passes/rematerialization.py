@@ -19,7 +19,6 @@ import onnx_ir as ir
 
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.edit import (
-    RANDOM,
     ancestor_nodes,
     copy_node,
     dependent_values,
@@ -29,9 +28,11 @@ from ortops.graph.edit import (
     read_inputs,
 )
 from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.names import Names
+from ortops.graph.operators import is_random
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.shapes import zero_after
-from ortops.graph.tensor import Names, Tape, op, shape_of
+from ortops.graph.tensor import Tape, op, shape_of
 
 Checkpoint: TypeAlias = Sequence[str] | int | Literal["sqrt"]
 """The names of the tensors to keep, or the number of tensors to choose."""
@@ -285,8 +286,7 @@ def _is_deterministic(node: ir.Node) -> bool:
     """Whether a node is known to be deterministic."""
     inner = [other for graph in inner_graphs(node) for other in graph.all_nodes()]
     return all(
-        other.domain in _KNOWN_DOMAINS and not any(part in other.op_type for part in RANDOM)
-        for other in (node, *inner)
+        other.domain in _KNOWN_DOMAINS and not is_random(other.op_type) for other in (node, *inner)
     )
 
 

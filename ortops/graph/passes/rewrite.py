@@ -11,8 +11,9 @@ import onnx_ir as ir
 from ortops.graph.autodiff.registry import Table
 from ortops.graph.edit import describe, inner_graphs, remove_unread, replace_value, take_place
 from ortops.graph.matching import Form, Found, Search
+from ortops.graph.names import Names
 from ortops.graph.passes.draft import SESSION, Draft, Pass, Runtime
-from ortops.graph.tensor import Names, Tape, Tensor
+from ortops.graph.tensor import Tape, Tensor
 
 Result: TypeAlias = Tensor | Sequence[Tensor] | str | None
 """The replacements for all outputs of a node; None to keep the node, or text that says why."""

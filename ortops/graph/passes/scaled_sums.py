@@ -16,12 +16,14 @@ from collections.abc import Container
 import numpy as np
 import onnx_ir as ir
 
+from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import emit_one
 from ortops.graph.faults import outputs_of
 from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.names import Names
 from ortops.graph.passes.blocked.kernels import block_size, convolve, sizes
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
-from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 
 DOMAIN = "ortops.scaled_sums"
 """The private domain of a sum y + c · x."""

@@ -11,15 +11,16 @@ from collections.abc import Container, Iterator, Mapping
 
 import onnx_ir as ir
 
-from ortops.graph.edit import ELEMENTWISE, copy_node, rank_of, remove_unread, replace_value
+from ortops.graph.edit import copy_node, rank_of, remove_unread, replace_value
 from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.operators import ELEMENTWISE, PRODUCTS, having
 from ortops.graph.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.graph.passes.products import fused_matmul, transpose_flags
 from ortops.graph.tensor import Tape, Tensor, op
 
 _SAMPLES = 32  # with fewer, the kernels for few rows are faster (measured)
 _RATIO = 2  # the minimum ratio of features to samples; below it, there is no gain (measured)
-_PRODUCTS = ("Attention", "Conv", "ConvTranspose", "Einsum", "Gemm", "GRU", "LSTM", "MatMul", "RNN")
+_PRODUCTS = PRODUCTS | having("recurrent") | {"Attention"}
 
 
 class _Transposed(Pass):

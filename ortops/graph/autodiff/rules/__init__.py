@@ -9,6 +9,7 @@ from ortops.graph.autodiff.rules import control_flow as control_flow
 from ortops.graph.autodiff.rules import convolution as convolution
 from ortops.graph.autodiff.rules import determinant as determinant
 from ortops.graph.autodiff.rules import elementwise as elementwise
+from ortops.graph.autodiff.rules import group_query as group_query
 from ortops.graph.autodiff.rules import indexing as indexing
 from ortops.graph.autodiff.rules import linalg as linalg
 from ortops.graph.autodiff.rules import loss as loss

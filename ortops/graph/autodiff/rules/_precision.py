@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ortops.graph.tensor import Tensor, numpy_dtype, op
+from ortops.graph.constants import numpy_dtype
+from ortops.graph.tensor import Tensor, op
 
 
 def wide_dtype(*tensors: Tensor | None) -> np.dtype[Any]:

@@ -18,10 +18,11 @@ import onnx_ir as ir
 
 from ortops.graph.autodiff.registry import Cotangents
 from ortops.graph.autodiff.rules.table import vjp
+from ortops.graph.constants import Dim
 from ortops.graph.edit import attribute_values
 from ortops.graph.faults import pad_axes
 from ortops.graph.shapes import reshape_like, size_of, sum_along
-from ortops.graph.tensor import Dim, Tensor, op
+from ortops.graph.tensor import Tensor, op
 
 MAX_COLUMN_TAPS = 25
 """The number of elements of the largest kernel whose weight gradient uses columns.

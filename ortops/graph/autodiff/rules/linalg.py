@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from ortops.errors import UnsupportedError
 from ortops.graph.autodiff.registry import Cotangents
 from ortops.graph.autodiff.rules.table import vjp
+from ortops.graph.constants import Dim
 from ortops.graph.edit import describe
 from ortops.graph.shapes import index_range, reshape_like, size_of, unbroadcast
-from ortops.graph.tensor import Dim, Tensor, op, shape_of
+from ortops.graph.tensor import Tensor, op, shape_of
 
 
 def _rows(x: Tensor) -> Tensor:

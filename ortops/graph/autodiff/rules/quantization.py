@@ -18,33 +18,12 @@ from ortops.graph.autodiff.registry import Cotangents
 from ortops.graph.autodiff.rules._precision import wide_dtype
 from ortops.graph.autodiff.rules.convolution import ConvAttributes, conv
 from ortops.graph.autodiff.rules.linalg import matmul
-from ortops.graph.autodiff.rules.table import rearranges, vjp
+from ortops.graph.autodiff.rules.table import vjp
 from ortops.graph.edit import is_float
 from ortops.graph.shapes import expand_like, index_range, reshape_like, size_of, unbroadcast
 from ortops.graph.tensor import Tensor, ones_like, op
 
 STRAIGHT_THROUGH = "straight-through estimator; first order"
-
-rearranges(
-    "Concat",
-    "DepthToSpace",
-    "Expand",
-    "Flatten",
-    "Gather",
-    "Identity",
-    "MaxPool",
-    "Pad",
-    "Reshape",
-    "Resize",
-    "Slice",
-    "SpaceToDepth",
-    "Split",
-    "Squeeze",
-    "Tile",
-    "Transpose",
-    "Unsqueeze",
-    "Where",
-)
 
 
 @vjp("QuantizeLinear", quantizes=True, limits=STRAIGHT_THROUGH)

@@ -33,9 +33,10 @@ from ortops.errors import UnsupportedError
 from ortops.graph.autodiff.backward import backward, backward_to_inputs
 from ortops.graph.autodiff.registry import Cotangents, Rules
 from ortops.graph.autodiff.rules.table import nested_vjp
+from ortops.graph.constants import Dim
 from ortops.graph.edit import describe
 from ortops.graph.shapes import size_of
-from ortops.graph.tensor import Dim, Tensor, ones_like, op, zeros_like
+from ortops.graph.tensor import Tensor, ones_like, op, zeros_like
 
 MaybeTensor = Tensor | None
 

@@ -120,7 +120,7 @@ def _spread(axes: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _product(factors: Sequence[Tensor]) -> Tensor:
+def _product(factors: Sequence[Any]) -> Any:
     return functools.reduce(operator.mul, factors)
 
 
@@ -168,7 +168,7 @@ class _Samples:
         """The elements at the taps, (N, …samples…, taps × D, C)."""
         # Channels last, so that the channels of a tap are contiguous in memory.
         rows = op.Transpose(self.x, perm=[0, *range(2, self.x.ndim), 1])
-        area = functools.reduce(operator.mul, self.lengths)
+        area = _product(self.lengths)
         flat = op.Reshape(rows, [size_of(self.x, [0]), area, size_of(self.x, [1])])
         return op.GatherND(flat, _last(self.index), batch_dims=1)
 
@@ -180,11 +180,10 @@ class _Samples:
     def image_gradient(self, g: Tensor) -> Tensor:
         """Returns the cotangent of the images from that of the samples, (N, C, …samples…)."""
         count = len(self.axes)
-        area = functools.reduce(operator.mul, self.lengths)
+        area = _product(self.lengths)
         images = [size_of(self.x, [0]), size_of(self.x, [1])]
-        starts = op.Reshape(
-            index_range(images[0] * images[1], g), [*images, *(1,) * (g.ndim - 2 + count)]
-        )
+        numbers = index_range(images[0] * images[1], g)
+        starts = op.Reshape(numbers, [*images, *(1,) * (g.ndim - 2 + count)])
         weight = op.Unsqueeze(_product(self.weights), [1])
         spread = op.Unsqueeze(g, [g.ndim + k for k in range(count)]).astype(weight.dtype)
         places = starts * area + op.Unsqueeze(self.index, [1])
@@ -219,7 +218,7 @@ def grid_sample(
 ) -> Cotangents:
     rank = x.ndim - 2
     lengths = [size_of(x, [2 + axis]) for axis in range(rank)]
-    wide = _wide(grid)
+    wide, kind = _wide(grid), mode.removeprefix("bi")
     axes, scales = [], []
     for axis, length in enumerate(lengths):
         along = op.Gather(wide, np.array(rank - 1 - axis), axis=-1)
@@ -228,18 +227,14 @@ def grid_sample(
             coordinate, scale = (along + 1) / 2 * (size - 1), (size - 1) / 2
         else:
             coordinate, scale = ((along + 1) * size - 1) / 2, size / 2
-        axes.append(
-            _taps_along(coordinate, length, mode.removeprefix("bi"), padding_mode, align_corners)
-        )
+        axes.append(_taps_along(coordinate, length, kind, padding_mode, align_corners))
         scales.append(scale)
     samples = _Samples(x, lengths, axes)
     dx = samples.image_gradient(g)
     if mode == "nearest":
         return dx, None
-    parts = [
-        _last(part * scale)
-        for part, scale in zip(samples.coordinate_gradients(g), scales, strict=True)
-    ]
+    pairs = zip(samples.coordinate_gradients(g), scales, strict=True)
+    parts = [_last(part * scale) for part, scale in pairs]
     return dx, op.Concat(*reversed(parts), axis=-1).astype(grid.dtype)
 
 
@@ -281,7 +276,7 @@ def col2im(
     lengths = [size_of(g, [2 + axis]) for axis in range(rank)]
     places = _column_places(lengths, block_shape, steps, spread)
     images = [size_of(g, [0]), size_of(g, [1])]
-    flat = op.Reshape(g, [*images, functools.reduce(operator.mul, lengths)])
+    flat = op.Reshape(g, [*images, _product(lengths)])
     return reshape_like(op.Gather(flat, places, axis=2), x)
 
 
@@ -320,7 +315,7 @@ def _kernel_elements(sizes: Sequence[Size], like: Tensor) -> list[Any]:
     shape = [-1, *(1,) * len(sizes)]
     if all(isinstance(size, int) for size in sizes):
         return [index.reshape(shape) for index in np.indices(cast(Sequence[int], sizes))]
-    numbers = op.Reshape(index_range(functools.reduce(operator.mul, sizes), like), shape)
+    numbers = op.Reshape(index_range(_product(sizes), like), shape)
     steps = (functools.reduce(operator.mul, sizes[axis:], 1) for axis in range(1, len(sizes) + 1))
     return [op.Mod(op.Div(numbers, step), size) for step, size in zip(steps, sizes, strict=True)]
 
@@ -348,14 +343,14 @@ def deform_conv(
         size if isinstance(size, int) else size_of(w, [2 + axis])
         for axis, size in enumerate(kernel)
     ]
-    count = functools.reduce(operator.mul, sizes)
+    count = _product(sizes)
     steps, spread = strides or (1,) * rank, dilations or (1,) * rank
     begin = list(pads or (0,) * rank)[:rank]
     batch, channels = size_of(x, [0]), size_of(x, [1])
     images = batch * offset_group
     lengths = [size_of(x, [2 + axis]) for axis in range(rank)]
     outputs = [size_of(g, [2 + axis]) for axis in range(rank)]
-    points = functools.reduce(operator.mul, outputs)
+    points = _product(outputs)
     # The channels of each offset group are treated as an image, sampled at the coordinates
     # (kernel elements, outputs).
     offsets = op.Reshape(_wide(offset), [images, count, rank, *outputs])
@@ -365,9 +360,8 @@ def deform_conv(
         first = index_range(outputs[axis], g) * steps[axis]
         first = op.Reshape(first, [1, outputs[axis], *(1,) * (rank - 1 - axis)])
         shift = taps[axis] * spread[axis] - begin[axis]
-        coordinate = op.Gather(offsets, np.array(axis), axis=2) + (first + shift).astype(
-            offsets.dtype
-        )
+        moved = op.Gather(offsets, np.array(axis), axis=2)
+        coordinate = moved + (first + shift).astype(offsets.dtype)
         axes.append(_taps_along(coordinate, length, "linear", "zeros", 0))
     split = [images, channels // offset_group]
     samples = _Samples(op.Reshape(x, [*split, *lengths]), lengths, axes)
@@ -420,9 +414,8 @@ class _RoiAxis:
 
     def distances(self) -> Tensor:
         """Returns the signed distance from each sample to each element, (R, P, G, L)."""
-        return index_range(self.length, self.position).astype(self.position.dtype) - _last(
-            self.position
-        )
+        elements = index_range(self.length, self.position).astype(self.position.dtype)
+        return elements - _last(self.position)
 
     def weights(self) -> Tensor:
         """Returns the weights of the elements of the image in the mean of each bin, (R, P, L)."""
@@ -435,10 +428,9 @@ class _RoiAxis:
         near = (abs(ahead) < 1).astype(ahead.dtype) * op.Sign(ahead)
         moved = op.ReduceSum(near * op.Unsqueeze(dweights, [2]), [3], keepdims=0)
         moved = moved * (self.inside / self.count)
-        return (
-            op.ReduceSum(moved * self.by_start, [1, 2], keepdims=0),
-            op.ReduceSum(moved * self.by_end, [1, 2], keepdims=0),
-        )
+        by_ends = (self.by_start, self.by_end)
+        start, end = (op.ReduceSum(moved * by, [1, 2], keepdims=0) for by in by_ends)
+        return start, end
 
     def taps(self) -> _Axis:
         """Returns the two elements around each sample."""
@@ -487,15 +479,9 @@ def _roi_axis(
     free = op.And(position > 0.0, position < last).astype(rois.dtype)
     by_end = fraction * scaled
     clipped = op.Max(op.Min(position, last), 0.0)
-    return _RoiAxis(
-        clipped,
-        inside.astype(rois.dtype),
-        exists,
-        count,
-        (1 - by_end) * free,
-        by_end * free,
-        length,
-    )
+    inside = inside.astype(rois.dtype)
+    by_ends = (1 - by_end) * free, by_end * free
+    return _RoiAxis(clipped, inside, exists, count, *by_ends, length)
 
 
 def _largest(counts: Tensor) -> Tensor:
@@ -579,12 +565,10 @@ def roi_align(
     half_pixel = coordinate_transformation_mode.lower() == "half_pixel"
     regions = _wide(rois)
     height, width = size_of(x, [2]), size_of(x, [3])
+    sizes = ((1, 3), output_height, height), ((0, 2), output_width, width)
     axes = [
         _roi_axis(regions, columns, bins, sampling_ratio, spatial_scale, half_pixel, length)
-        for columns, bins, length in (
-            ((1, 3), output_height, height),
-            ((0, 2), output_width, width),
-        )
+        for columns, bins, length in sizes
     ]
     if mode.lower() == "max":
         dx, ends = _roi_maximum(g, x, batch_indices, axes)
@@ -677,9 +661,7 @@ def max_roi_pool(
         bin_number = np.arange(bins, dtype=regions.dtype)
         first = op.Floor(extent * bin_number) + ends[0]
         behind = op.Ceil(extent * (bin_number + 1)) + ends[0]
-        first, behind = (
-            op.Max(op.Min(edge.astype(np.int64), length), 0) for edge in (first, behind)
-        )
+        first, behind = (op.Max(op.Min(x.astype(np.int64), length), 0) for x in (first, behind))
         index = _last(first) + index_range(_largest(behind - first), x)
         inside.append(index < _last(behind))
         indices.append(op.Min(index, length - 1))

@@ -6,7 +6,6 @@ BUILT_IN = Table()
 
 definition = BUILT_IN.definition
 nested_vjp = BUILT_IN.nested_vjp
-rearranges = BUILT_IN.rearranges
 refuses = BUILT_IN.refuses
 structural = BUILT_IN.structural
 vjp = BUILT_IN.vjp

@@ -16,14 +16,12 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from ortops.graph.autodiff.gradient_node import are_of_first_order
+from ortops.graph.operators import is_random
 from ortops.graph.passes.blocked.expansion import expand
 from ortops.graph.passes.blocked.insertion import insert
 from ortops.graph.passes.blocked.kernels import KERNEL_DOMAIN, block_size
 from ortops.graph.passes.blocked.rules import DOMAIN, TABLE
 from ortops.graph.passes.draft import Draft, Pass
-
-_RANDOM = ("Bernoulli", "Dropout")
-"""Random operators, which onnx-ir's pass would merge as if they were deterministic."""
 
 
 class _Blocked(Pass):
@@ -54,7 +52,8 @@ class _Blocked(Pass):
         if not any(node.domain == DOMAIN for node in graph):
             return
         expand(graph, draft.names)
-        if not any(node.op_type in _RANDOM for node in graph):
+        # onnx-ir's pass would merge equal random nodes as if they were deterministic.
+        if not any(is_random(node.op_type) for node in graph):
             passes.CommonSubexpressionEliminationPass()(draft.model)
 
 

@@ -9,11 +9,12 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.graph.edit import attribute_values, emit_one, has_one_reader
+from ortops.graph.names import Names
 from ortops.graph.passes.blocked import kernels
 from ortops.graph.passes.blocked.kernels import KERNEL_DOMAIN, affine, reshape, sizes
 from ortops.graph.passes.blocked.rules import DOMAIN, all_phases, by_phases, windows_on
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
-from ortops.graph.tensor import Names, Tape, Tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 
 
 def expand(graph: ir.Graph, names: Names) -> None:

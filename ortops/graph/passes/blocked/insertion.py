@@ -16,6 +16,7 @@ from ortops.graph.edit import (
     remove_unread,
     replace_value,
 )
+from ortops.graph.operators import ELEMENTWISE, having
 from ortops.graph.passes.blocked import rules
 from ortops.graph.passes.blocked.kernels import sizes
 from ortops.graph.passes.blocked.rules import DOMAIN
@@ -23,11 +24,10 @@ from ortops.graph.passes.draft import Draft
 from ortops.graph.passes.finite import clip_bounds
 from ortops.graph.tensor import Tape, Tensor, op
 
-_ELEMENTWISE = frozenset(
-    {"Add", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul", "Sigmoid", "Softplus", "Sub"}
-    | {"Tanh"}
-)
-"""Elementwise operators, whose result does not depend on the layout."""
+_OTHERWISE = having("keeps") | {"Clip", "PRelu", "Relu", "Where"}
+
+_ELEMENTWISE = (ELEMENTWISE & having("finite")) - _OTHERWISE
+"""Operators whose result does not depend on the layout, and is finite in channels of padding."""
 
 
 def insert(draft: Draft, size: int) -> None:

@@ -1,0 +1,475 @@
+"""The definition of GroupQueryAttention, and its gradient in blocks of queries."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, Unpack, cast
+
+import numpy as np
+import onnx_ir as ir
+
+from ortops.errors import UnsupportedError
+from ortops.graph.autodiff.backward import backward_to_inputs
+from ortops.graph.autodiff.registry import Cotangents, Rules
+from ortops.graph.autodiff.rules._attention import (
+    Size,
+    attend,
+    bias_of,
+    both,
+    factor_of,
+    group,
+    heads_of,
+    merged,
+    products,
+    rotate,
+    softmax,
+    ungroup,
+    window,
+)
+from ortops.graph.autodiff.rules._precision import wide_dtype
+from ortops.graph.autodiff.rules.recurrent import inside, scan
+from ortops.graph.autodiff.rules.table import definition
+from ortops.graph.faults import pad_axes
+from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.shapes import index_range, size_of, unbroadcast
+from ortops.graph.tensor import Tensor, op, zeros_like
+
+
+class GroupQueryAttributes(TypedDict, total=False):
+    """The attributes of GroupQueryAttention."""
+
+    num_heads: int
+    kv_num_heads: int
+    causal: int
+    do_rotary: int
+    k_quant_type: str
+    kv_cache_bit_width: int
+    local_window_size: int
+    k_norm_epsilon: float
+    q_norm_epsilon: float
+    qk_norm_epsilon: float
+    qk_output: int
+    rotary_interleaved: int
+    scale: float
+    sliding_window_cache: int
+    smooth_softmax: int
+    softcap: float
+    v_quant_type: str
+
+
+_OPTIONAL_INPUTS = 17
+"""The number of inputs of GroupQueryAttention."""
+
+_Q_NORM = 14
+"""The index of its input q_norm_weight."""
+
+
+def _is_kept(node: ir.Node) -> bool:
+    """Whether the forward pass keeps GroupQueryAttention.
+
+    The CPU has no kernel that normalizes queries, and a sliding cache must not be empty there.
+    """
+    slides = node.attributes.get_int("sliding_window_cache", 0)
+    return not slides and all(value is None for value in node.inputs[_Q_NORM:])
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """The operands of GroupQueryAttention, after rotation and the cache.
+
+    Attributes:
+        q: Queries (batch, head, length, size).
+        k: All keys; the number of heads divides that of the queries.
+        v: All values.
+        seen: The number of keys that exist, (batch, 1, 1, 1).
+        offset: The position of the first query among the keys, for all samples or for each.
+        places: The positions of the keys of a sliding cache, if there is one.
+        presents: The outputs for the cache.
+        left: The number of keys to the left of a query; -1 for no limit.
+        causal: Whether a query attends only to keys up to its own.
+        bias: The bias of the scores (batch or 1, head or 1, queries, keys).
+        sink: The score of a key without value, (1, head, 1, 1) or (1, 1, 1, 1).
+        scale: The factor of the scores.
+        softcap: The limit of the scores before the bias is added; 0 for none.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seen: Tensor
+    offset: Size
+    places: Tensor | None
+    presents: tuple[Tensor, ...]
+    left: int
+    causal: bool
+    bias: Tensor | None
+    sink: Tensor | None
+    scale: float | None
+    softcap: float
+
+    @classmethod
+    def of(cls, given: Sequence[Tensor | None], attributes: GroupQueryAttributes) -> _Grouped:
+        """Emits the operands from the inputs of the operator."""
+        inputs: tuple[Any, ...] = (*given, *(None,) * (_OPTIONAL_INPUTS - len(given)))
+        query, key, value, past_key, past_value, seqlens, total, cos, sin, *others = inputs
+        position_ids, attention_bias, head_sink, _, _, q_norm, k_norm, _ = others
+        _refuse_caches(inputs, attributes)
+        heads, pairs = attributes["num_heads"], attributes["kv_num_heads"]
+        if key is None or value is None:  # packed queries, keys and values
+            together = heads_of(query, heads + 2 * pairs)
+            q, k, v = op.Split(together, [heads, pairs, pairs], axis=1)
+        else:
+            q, k, v = heads_of(query, heads), heads_of(key, pairs), heads_of(value, pairs)
+        if q_norm is not None and k_norm is not None:
+            epsilon = attributes.get("qk_norm_epsilon", 1e-6)
+            q = _normalize(q, q_norm, attributes.get("q_norm_epsilon") or epsilon)
+            k = _normalize(k, k_norm, attributes.get("k_norm_epsilon") or epsilon)
+        length = size_of(q, [2])
+        seen = op.Add(op.Reshape(seqlens.astype(np.int64), [-1, 1, 1, 1]), 1)
+        offset: Size = 0
+        longest = op.Reshape(total.astype(np.int64), [])
+        cached = None if past_key is None or past_value is None else size_of(past_key, [2])
+        if isinstance(cached, Tensor) or cached:
+            # The past of a sample has the seen keys without the new ones; a prompt has no past.
+            offset = op.Where(op.Equal(longest, length), 0, op.Sub(seen, length))
+        if attributes.get("do_rotary"):
+            if position_ids is None:
+                position_ids = op.Unsqueeze(index_range(length, q), [0])
+                if isinstance(offset, Tensor):
+                    position_ids = op.Add(position_ids, op.Reshape(offset, [-1, 1]))
+            q, k = _rotated(q, k, cos, sin, position_ids, attributes.get("rotary_interleaved", 0))
+        sink = head_sink if head_sink is None else op.Reshape(head_sink, [1, -1, 1, 1])
+        if sink is None and attributes.get("smooth_softmax", -1) > 0:
+            sink = op.CastLike(np.zeros((1, 1, 1, 1), np.float32), q)
+        size = attributes.get("local_window_size", -1)
+        places: Tensor | None = None
+        presents: tuple[Tensor, ...] = ()
+        if past_key is not None and past_value is not None and isinstance(offset, Tensor):
+            if attributes.get("sliding_window_cache"):
+                pasts = past_key, past_value, offset
+                (k, v), places, presents = _after_window(*pasts, k, v, seen, size)
+            else:
+                both_pasts = (past_key, k), (past_value, v)
+                k, v = (_append(past, new, offset, longest) for past, new in both_pasts)
+        return cls(
+            *(q, k, v, seen, offset, places, presents or (k, v)),
+            left=size - 1 if size > 0 else -1,
+            causal=bool(attributes.get("causal", 1)),
+            bias=attention_bias,
+            sink=sink,
+            scale=attributes.get("scale") or None,
+            softcap=attributes.get("softcap", 0.0),
+        )
+
+    def inside(self, x: Tensor) -> _Grouped:
+        """Returns the operands for use in the graph of x, which are some of the queries."""
+        k, v, seen = (inside(x, operand) for operand in (self.k, self.v, self.seen))
+        offset = self.offset if isinstance(self.offset, int) else inside(x, self.offset)
+        sink = None if self.sink is None else inside(x, self.sink)
+        return replace(self, q=x, k=k, v=v, seen=seen, offset=offset, sink=sink)
+
+    def allowed(self, queries: Size, first: Size, keys: Size) -> Tensor:
+        """Returns which of the first keys the queries attend to.
+
+        Args:
+            queries: The number of queries.
+            first: The position of the first of them.
+            keys: The number of keys.
+        """
+        x = self.q
+        exist = op.Less(index_range(keys, x), self.seen)
+        if self.places is None:
+            right = 0 if self.causal else -1
+            return cast(Tensor, both(window(x, queries, keys, first, self.left, right), exist))
+        at, own = self.places, op.Add(op.Unsqueeze(index_range(queries, x), [1]), first)
+        near = op.And(op.LessOrEqual(at, own), op.GreaterOrEqual(at, op.Sub(own, self.left)))
+        return op.And(near, op.And(op.GreaterOrEqual(at, 0), op.Less(at, self.seen)))
+
+
+def _without_padding(y: Tensor, *inputs: Tensor | None, **attributes: object) -> Tensor:
+    """Replaces the outputs of padding, which GroupQueryAttention leaves undefined, by zeros.
+
+    Only a prompt has padding, at its end: the tokens after a past all count.
+    """
+    past, seqlens, total = inputs[3], cast(Tensor, inputs[5]), cast(Tensor, inputs[6])
+    length = size_of(y, [1])
+    places = op.Unsqueeze(index_range(length, y), [1])
+    exists = op.Less(places, op.Add(op.Reshape(seqlens.astype(np.int64), [-1, 1, 1]), 1))
+    if past is not None:
+        is_prompt = op.Equal(op.Reshape(total.astype(np.int64), []), length)
+        exists = op.Or(exists, op.Not(is_prompt))
+    if y.shape is not None:
+        exists = exists.with_shape([*y.shape[:2], 1])
+    return op.Where(exists, y, op.CastLike(0.0, y)).with_shape_of(y)
+
+
+def _group_query_gradient(
+    rules: Rules,
+    g: Tensor | Sequence[Tensor | None],
+    y: Tensor | Sequence[Tensor | None],
+    *inputs: Tensor | None,
+    **attributes: Unpack[GroupQueryAttributes],
+) -> Cotangents:
+    """Returns the cotangents of the inputs of a node that the forward pass keeps."""
+    g, y = ((x,) if isinstance(x, Tensor) else x for x in (g, y))  # of one output, or several
+    first = cast(Tensor, y[0])
+    tape, start = first.tape, len(first.tape.nodes)
+    at = _Grouped.of(inputs, attributes)
+    nodes = tape.nodes[start:]
+    seeds: dict[ir.Value, Tensor] = {}
+    if g[0] is not None:
+        count = attributes["num_heads"]
+        # The forward pass continues with the output without padding, so that it is kept anyway.
+        readers = (use.node for use in first.value.uses() if use.node.op_type == "Where")
+        out = next((tape.tensor(node.outputs[0]) for node in readers), None)
+        known = _without_padding(first, *inputs) if out is None else out
+        dy, y0 = (
+            heads_of(x, count).with_shape_of(at.q) for x in (_without_padding(g[0], *inputs), known)
+        )
+        found = _gradients_in_blocks(dy, y0, at)
+        operands = at.q, at.k, at.v, at.bias, at.sink
+        pairs = zip(operands, found, strict=True)
+        seeds = {x.value: dx for x, dx in pairs if x is not None and dx is not None}
+    for x, dx in zip((at.k, at.v), g[1:3], strict=False):
+        if dx is not None:
+            seeds[x.value] = seeds[x.value] + dx if x.value in seeds else dx
+    values = [None if x is None else x.value for x in inputs]
+    wanted = [x if x is not None and rules.carries_cotangent(x) else None for x in values]
+    given = [x for x in values if x is not None]
+    return backward_to_inputs(
+        tape, nodes, seeds, wanted, rules, cut=given, asked_by="GroupQueryAttention"
+    )
+
+
+@definition(
+    "GroupQueryAttention",
+    domain=MICROSOFT,
+    keep=_is_kept,
+    after=_without_padding,
+    gradient=_group_query_gradient,
+    limits="outputs of padding are zeros; no quantized cache, no query_seqlens, no output "
+    "output_qk; with sliding_window_cache=1, no attention_bias",
+)
+def group_query_attention(
+    *inputs: Tensor | None, **attributes: Unpack[GroupQueryAttributes]
+) -> Cotangents:
+    at = _Grouped.of(inputs, attributes)
+    allowed = at.allowed(size_of(at.q, [2]), at.offset, size_of(at.k, [2]))
+    bias = bias_of(at.q, allowed, at.bias)
+    y, _, _ = attend(at.q, at.k, at.v, bias, scale=at.scale, softcap=at.softcap, sink=at.sink)
+    return _without_padding(merged(y), *inputs), *at.presents
+
+
+def _refuse_caches(inputs: Sequence[Tensor | None], attributes: GroupQueryAttributes) -> None:
+    """Refuses each input and attribute of a quantized or padded cache that is present."""
+    *_, attention_bias, _, k_scale, v_scale, _, _, query_seqlens = inputs
+    settings = {
+        name: given
+        for name in ("k_quant_type", "v_quant_type", "kv_cache_bit_width")
+        if (given := attributes.get(name)) not in (None, 0, "NONE")
+    }
+    named = {"k_scale": k_scale, "v_scale": v_scale, "query_seqlens": query_seqlens}
+    shown = [f"{name}={given!r}" for name, given in settings.items()]
+    shown += [f"input {name}" for name, given in named.items() if given is not None]
+    if shown:
+        raise UnsupportedError(
+            f"no gradient for {shown[0]}; use a cache of floating-point numbers without padding"
+        )
+    if attributes.get("sliding_window_cache") and attention_bias is not None:
+        raise UnsupportedError(
+            "no gradient for input attention_bias with sliding_window_cache=1; use one without the "
+            "other"
+        )
+
+
+BLOCK = 128
+"""The largest number of queries whose scores exist together in `_gradients_in_blocks`."""
+
+
+def _gradients_in_blocks(
+    dy: Tensor, y: Tensor, at: _Grouped
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns the cotangents of queries, keys, values, the bias and the sink.
+
+    With scores s = scale · q kᵀ + bias, probabilities p = softmax(s) and outputs y = p v:
+
+        dv = pᵀ dy,  ds = p (dy vᵀ - Σ dy y),  dq = scale · ds k,  dk = scale · dsᵀ q
+
+    A Scan computes the scores of a block of queries again, so that memory grows linearly with their
+    number. With a causal window, a block reads only the keys up to its end.
+
+    Args:
+        dy: The cotangent of y, (batch, head, length, size); zero for padding.
+        y: The output; zero for padding.
+        at: The operands.
+
+    Source: arXiv:2205.14135 (FlashAttention), algorithm 4.
+    """
+    q, length = at.q, size_of(at.q, [2])
+    known = q.tape.constant(np.array(length)) if isinstance(length, int) else length
+    count = op.Max(op.Div(op.Add(known, BLOCK - 1), BLOCK), 1)
+    rows = op.Div(op.Add(known, op.Sub(count, 1)), count)
+
+    def cut(x: Tensor) -> Tensor:
+        """Returns blocks of queries, (block, batch, head, row, …)."""
+        padded = pad_axes(x, [0, op.Sub(op.Mul(rows, count), known)], op.CastLike(0.0, x), [2])
+        batch, heads, _, last = x.shape or (None,) * 4
+        sizes = [size_of(x, [0]), size_of(x, [1]), count, rows, size_of(x, [3])]
+        parts = op.Reshape(padded, sizes, allowzero=1).with_shape([batch, heads, None, None, last])
+        return op.Transpose(parts, perm=[2, 0, 1, 3, 4])
+
+    def joined(parts: Tensor, like: Tensor) -> Tensor:
+        x = op.Transpose(parts, perm=[1, 2, 0, 3, 4])
+        sizes = [size_of(like, [0]), size_of(like, [1]), op.Mul(rows, count), size_of(like, [3])]
+        x = op.Reshape(x, sizes, allowzero=1)
+        return op.Slice(x, [0], op.Reshape(known, [1]), [2]).with_shape_of(like)
+
+    weighted = op.ReduceSum(dy * y, [3])
+    starts = op.Mul(op.Range(0, count, 1), rows)
+    offset = q.tape.constant(np.array(at.offset)) if isinstance(at.offset, int) else at.offset
+    furthest = op.ReduceMax(offset, keepdims=0)
+
+    operands = [at.k, at.v, *([] if at.sink is None else [at.sink])]
+    slices = [cut(q), cut(dy), cut(weighted), starts, None if at.bias is None else cut(at.bias)]
+    block = functools.partial(_gradients_of_block, at, rows, furthest)
+    found = scan(block, [zeros_like(x) for x in operands], slices, backwards=False)
+    dk, dv, *others = found
+    dsink = None if at.sink is None else others.pop(0)
+    dbias = None if at.bias is None else joined(others[1], at.bias)
+    return joined(others[0], q), dk, dv, dbias, dsink
+
+
+def _gradients_of_block(
+    at: _Grouped, rows: Tensor, furthest: Tensor, *given: Tensor | None
+) -> Sequence[Tensor]:
+    """Returns the sums of cotangents of keys, values and sink, and those of a block of queries."""
+    *sums, q, dy, weighted, start, bias = given
+    q, dy, weighted, start = (cast(Tensor, x) for x in (q, dy, weighted, start))
+    here = at.inside(q)
+    keys = size_of(here.k, [2])
+    if at.causal:
+        reach = op.Add(op.Add(start, inside(q, rows)), inside(q, furthest))
+        keys = op.Min(reach, keys)
+    end = op.Reshape(op.Add(keys, q.tape.constant(np.array(0))), [1])
+    k, v = (op.Slice(x, [0], end, [2]) for x in (here.k, here.v))
+    allowed = here.allowed(inside(q, rows), op.Add(start, here.offset), keys)
+    shown = None if bias is None else op.Slice(bias, [0], end, [3])
+    # A finite number, because no key may be allowed for a row of padding.
+    lowest = float(ir.DataType.from_numpy(q.dtype).min) / 2
+    factor = factor_of(q, at.scale)
+    raw = products(q * factor, k)
+    slope = None
+    if at.softcap > 0:
+        capped = op.Tanh(raw * (1 / at.softcap))
+        raw, slope = capped * at.softcap, 1 - capped * capped
+    p, p_sink = softmax(raw + cast(Tensor, bias_of(q, allowed, shown, lowest)), here.sink)
+    ds = p * (products(dy, v) - weighted)
+    change = None
+    if bias is not None:
+        change = pad_axes(ds, [0, op.Sub(size_of(bias, [3]), keys)], None, [3])
+        change = unbroadcast(change, bias)
+    ds = ds if slope is None else ds * slope
+    parts = [group(x, k).mT @ group(z, k) for x, z in ((ds, q * factor), (p, dy))]
+    missing = op.Sub(size_of(here.k, [2]), keys)
+    totals = [
+        cast(Tensor, total) + pad_axes(part, [0, missing], None, [2])
+        for total, part in zip(sums, parts, strict=False)
+    ]
+    if p_sink is not None and here.sink is not None:
+        totals.append(cast(Tensor, sums[2]) - unbroadcast(p_sink * weighted, here.sink))
+    dq = ungroup(group(ds, k) @ k, q, size_of(q, [3])) * factor
+    return [*totals, dq, *([] if change is None else [change])]
+
+
+def _rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: int
+) -> tuple[Tensor, Tensor]:
+    """Rotates the features that have an angle."""
+    rotated = cos.shape[1] if cos.shape else None
+    count = 2 * rotated if isinstance(rotated, int) else 0
+    cos, sin = op.Gather(cos, positions), op.Gather(sin, positions)
+    q, k = (rotate(x, cos, sin, [], interleaved, count) for x in (q, k))
+    return q, k
+
+
+def _normalize(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+    """Divides each head by its root mean square, and scales."""
+    wide = x.astype(wide_dtype(x))
+    rms = op.Sqrt(op.ReduceMean(wide * wide, [-1]) + epsilon)
+    return (wide / rms).astype(x.dtype) * scale
+
+
+def _after_window(
+    past_key: Tensor,
+    past_value: Tensor,
+    used: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    window: int,
+) -> tuple[tuple[Tensor, Tensor], Tensor, tuple[Tensor, ...]]:
+    """Returns keys and values after those of a sliding cache, their positions, and the new cache.
+
+    The positions of unused places are negative.
+
+    Args:
+        past_key: The cached keys, (batch, head, capacity, size); oldest first.
+        past_value: The cached values.
+        used: The number of tokens before the new ones, (batch, 1, 1, 1) or ().
+        k: The new keys.
+        v: The new values.
+        seen: The number of tokens with the new ones, (batch, 1, 1, 1).
+        window: The number of keys that a query attends to.
+    """
+    capacity = op.Reshape(size_of(past_key, [2]), [])
+    used = op.Reshape(used, [-1, 1, 1, 1])
+    removed = _evicted(used, capacity, window)
+    kept = op.Sub(used, removed)
+    count = op.Reshape(op.ReduceMax(kept, keepdims=0), [1])
+    old = op.Range(0, op.Reshape(count, []), 1)
+    places = op.Where(op.Less(old, kept), op.Add(old, removed), -1)
+    added = op.Add(index_range(size_of(k, [2]), k), used)
+    k, v = (
+        op.Concat(op.Slice(past, [0], count, [2]), x, axis=2)
+        for past, x in ((past_key, k), (past_value, v))
+    )
+    # The cache that follows: its unused places have any content.
+    wanted = op.Add(op.Range(0, capacity, 1), _evicted(seen, capacity, window))
+    index = op.Where(
+        op.Less(wanted, used), op.Sub(wanted, removed), op.Add(op.Sub(wanted, used), count)
+    )
+    index = op.Min(op.Max(index, 0), op.Sub(size_of(k, [2]), 1))
+    index = op.Transpose(index, perm=[0, 1, 3, 2])
+    index = op.Expand(index, [1, size_of(k, [1]), 1, size_of(k, [3])])
+    presents = tuple(op.GatherElements(x, index, axis=2) for x in (k, v))
+    return (k, v), op.Concat(places, added, axis=3), presents
+
+
+def _evicted(tokens: Tensor, capacity: Tensor, window: int) -> Tensor:
+    """Returns how many of the tokens a sliding cache has removed: as many at a time as fit."""
+    spare = op.Max(op.Sub(capacity, window - 1), 1)
+    excess = op.Max(op.Sub(tokens, capacity), 0)
+    return op.Mul(spare, op.Div(op.Add(excess, op.Sub(spare, 1)), spare))
+
+
+def _append(past: Tensor, new: Tensor, used: Tensor, longest: Tensor) -> Tensor:
+    """Writes new keys or values after the used part of a past, whose length depends on the sample.
+
+    Args:
+        past: The past, (batch, head, length, size).
+        new: The new keys or values, with another length.
+        used: The length of the used part, (batch, 1, 1, 1) or ().
+        longest: The minimum length of the result; that of the past may be greater.
+    """
+    capacity, length = size_of(past, [2]), size_of(new, [2])
+    total = op.Max(longest, capacity)
+    places = op.Unsqueeze(index_range(total, new), [0, 1, 3])
+    is_past, exists = op.Less(places, used), op.Less(places, op.Add(used, length))
+    index = op.Where(is_past, places, op.Add(op.Sub(places, used), capacity))
+    joined = op.Concat(past, new, axis=2)
+    sizes = [size_of(new, [0]), size_of(new, [1]), total, size_of(new, [3])]
+    index = op.Expand(op.Where(exists, index, 0), sizes)
+    y = op.Where(exists, op.GatherElements(joined, index, axis=2), 0)
+    return y if new.shape is None else y.with_shape([*new.shape[:2], None, new.shape[3]])
