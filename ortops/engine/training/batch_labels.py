@@ -11,8 +11,9 @@ from ortops.engine.execution.step import Step
 from ortops.engine.training.input_values import Array, Input
 from ortops.errors import FeedError
 from ortops.graph.labels import Labels, read_labels
+from ortops.graph.operators import MOVES, having
 
-_MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_MOVING = MOVES | having("keeps")
 
 
 def check_labels(name: str, labels: Array, accepted: Labels) -> None:
