@@ -37,6 +37,7 @@ from ortops.callbacks import (
     Record,
     TensorBoard,
     find_learning_rate,
+    rate_finder,
 )
 from ortops.callbacks.monitor import is_line_due
 from ortops.engine.training.history import History
@@ -1475,6 +1476,15 @@ def test_the_search_changes_nothing() -> None:
     for one in (session, other):  # in the same order, with the same Dropout
         one.fit(data, epochs=1, **QUIET)
     assert_same_arrays(dict(session.state), dict(other.state))
+
+
+def test_a_fall_is_told_from_noise_by_what_is_left_of_it_behind_the_curve() -> None:
+    """Not by the spread of the values, which is large where a fall is long."""
+    x = np.linspace(0, 1, 60)
+    fall = -x - x**2 / 100  # the steepest at its end
+    assert rate_finder._steepest(x, fall, 5)[1] == 60 - 5 - 1
+    noise = (-1.0) ** np.arange(60)
+    assert rate_finder._steepest(x, fall / 100 + noise, 5)[1] is None
 
 
 def test_without_a_fall_nothing_is_suggested() -> None:
