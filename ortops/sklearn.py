@@ -257,7 +257,7 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         trainable: The weights to train (see `ortops.build_training_model`).
         batch_normalization: ``"auto"``, ``"train"`` or ``"frozen"`` (see there).
         callbacks: Callbacks, see `ortops.callbacks`.
-        warm_start: Whether `fit` continues the previous training, with the present learning rate,
+        warm_start: Whether `fit` continues the previous training, with the current learning rate,
             epochs, batch size and callbacks; the parameters of the algorithm have to stay.
         progress: Whether to show progress.
         classes: The labels in the order of the model's outputs; by default the sorted labels that
@@ -444,7 +444,7 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
         trainable: The weights to train (see `ortops.build_training_model`).
         batch_normalization: ``"auto"``, ``"train"`` or ``"frozen"`` (see there).
         callbacks: Callbacks, see `ortops.callbacks`.
-        warm_start: Whether `fit` continues the previous training, with the present learning rate,
+        warm_start: Whether `fit` continues the previous training, with the current learning rate,
             epochs, batch size and callbacks; the parameters of the algorithm have to stay.
         progress: Whether to show progress.
 

@@ -52,14 +52,14 @@ class _OfBest(_Monitoring):
         self._due = False
         for epoch, values in self._monitor.seen(record.history):
             is_best = self._monitor.improves(epoch, values, values.get("steps", 0))
-            # If it is the present one, the process may have ended before it was kept.
+            # If it is the current one, the process may have ended before it was kept.
             self._due = is_best and self._monitor.is_present(values, record)
 
     def _improves(self, record: Record) -> bool:
         return self._monitor.improves(record.epoch, record.values, record.step)
 
     def on_save(self, record: Record, session: TrainingSession) -> None:
-        """Keeps the present state if it is the best."""
+        """Keeps the current state if it is the best."""
         if self._due:
             self._due = False
             self._keep(session)

@@ -207,7 +207,7 @@ class TensorBoard(_Recording):
     tensorboardX (``pip install ortops[tensorboard]``).
 
     Args:
-        folder: The folder for the files; created if it does not exist. To compare trainings, use
+        folder: The folder for the files; created if it does not exist. To compare runs, use
             one subfolder of a common folder for each.
         every: The number of batches between events of steps, at least.
 

@@ -1,4 +1,4 @@
-"""Callbacks for tools that keep records of many trainings: W&B, MLflow and Optuna."""
+"""Callbacks for tools that keep records of many training runs: W&B, MLflow and Optuna."""
 
 from __future__ import annotations
 

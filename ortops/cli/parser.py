@@ -264,7 +264,7 @@ def _add_check(command: _Command) -> None:
     about = "also list nodes that are near to those that a pass makes faster, and the difference"
     _flag(parser, "--verbose", about)
     about = (
-        "for the folder of a language model: train a few steps with so many tokens per row "
+        "for the folder of a language model: train a few steps with this many tokens per row "
         "and rows per batch (default: 1), and report memory and tokens per second"
     )
     _option(parser, "--measure", "[ROWSx]TOKENS", about, _rows_and_tokens)

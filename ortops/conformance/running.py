@@ -41,11 +41,11 @@ class TrainingRep(Protocol):
         """
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Runs the inference graph with the present values; returns its outputs, by name."""
+        """Runs the inference graph with the current values; returns its outputs, by name."""
 
     @property
     def state(self) -> Mapping[str, Array]:
-        """The present values of the variables, by name."""
+        """The current values of the variables, by name."""
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ class Batches:
 
 
 def packed(examples: Sequence[Example], length: int) -> list[Example]:
-    """Joins examples to rows of at most so many tokens.
+    """Joins examples to rows up to a number of tokens.
 
     The longest example comes first, and each goes into the row that it fills best.
     """

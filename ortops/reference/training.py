@@ -173,7 +173,7 @@ class TrainingEvaluator:
 
     @property
     def state(self) -> dict[str, Array]:
-        """The present values of the state variables, by name."""
+        """The current values of the state variables, by name."""
         return dict(self._state)
 
     def initialize(self) -> None:
@@ -204,7 +204,7 @@ class TrainingEvaluator:
         return outputs
 
     def infer(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Runs the inference graph with the present values; returns its outputs, by name."""
+        """Runs the inference graph with the current values; returns its outputs, by name."""
         own = {name: self._state[name] for name in self._inference.rt_inits_ if name in self._state}
         found = self._inference.run(None, {**inputs, **own})
         return dict(zip(self._inference.output_names, found, strict=True))

@@ -108,7 +108,7 @@ async function openStep({ keep = false } = {}) {
     isOpening = false;
     inputs = before.inputs;
     hasFailed = inputs === null;
-    if (inputs !== null) { // training can go on where it was
+    if (inputs !== null) { // training can continue where it was
       find("provider").value = provider;
       PREPROCESSING.forEach((id, at) => Object.assign(find(id), before.fields[at]));
       sent = "";
@@ -221,7 +221,7 @@ function forgetAccuracy() {
 
 // ------------------------------------------------------------------------------------ images
 
-/** Shows rows for so many classes. */
+/** Shows rows for a number of classes. */
 function setRows(length) {
   groups.splice(length).forEach(({ row }) => row.remove());
   while (groups.length < length) {

@@ -129,7 +129,7 @@ class Packed:
         """Returns the same update, in the same memory, separate from the gradient graph.
 
         Args:
-            turn: The index of the buffers with the present values, which it overwrites; None if it
+            turn: The index of the buffers with the current values, which it overwrites; None if it
                 uses both buffers.
         """
         result = copy.copy(self)

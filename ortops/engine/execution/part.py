@@ -63,13 +63,13 @@ class Part:
 
     @property
     def turn(self) -> int:
-        """Which of the two buffers of the variables that it updates has the present values."""
+        """Which of the two buffers of the variables that it updates has the current values."""
         return self.variables.position[0][self._number]
 
     def buffers(self, name: str, turn: int) -> tuple[Memory, Memory]:
         """Returns the memory that a variable is read from, and that its next value is written to.
 
-        What another part updates is read from its present buffer, which changes.
+        What another part updates is read from its current buffer, which changes.
         """
         both = self.variables[name].buffers
         if name in self._owners:
@@ -80,7 +80,7 @@ class Part:
         """Returns the memory of what the part reads and another one updates.
 
         Args:
-            turns: The index of the present buffers of each part.
+            turns: The index of the current buffers of each part.
         """
         return {n: self.variables[n].buffers[turns[owner]] for n, owner in self._owners.items()}
 
@@ -109,7 +109,7 @@ class Part:
         return self._general
 
     def half(self, shapes: Shapes) -> Binding:
-        """Returns what runs the graph for batches of given shapes on the present values."""
+        """Returns what runs the graph for batches of given shapes on the current values."""
         return self.of(shapes).bindings[self.turn]
 
     def whole(self, shapes: Shapes) -> Binding:

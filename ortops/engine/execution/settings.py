@@ -141,7 +141,7 @@ class SessionReport:
         compiled: The variables with compiled updates.
         packed: The groups of variables that are updated together. Other updates are nodes of the
             graph.
-        in_place: The variables whose next values overwrite the present ones.
+        in_place: The variables whose next values overwrite the current ones.
         in_turn: The variables with two copies, which are read and written in turn.
         device: Where variables are: ``"cpu"``, or the kind of a device with memory of its own.
         on_device: The variables in the memory of that device.

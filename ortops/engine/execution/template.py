@@ -63,7 +63,7 @@ class Template:
         extra: Further tensors of the graph that are outputs; those that it does not have are
             ignored.
         bindings: What binds the updates to memory.
-        overwrites: Whether next values overwrite the present ones in the memory of a device, in a
+        overwrites: Whether next values overwrite the current ones in the memory of a device, in a
             run after that of the gradients.
     """
 
@@ -179,7 +179,7 @@ class Template:
         """Compiles all updates that can be.
 
         Args:
-            turn: The index of the buffers with the present values.
+            turn: The index of the buffers with the current values.
             anew: See `compilable`.
 
         Returns:

@@ -68,7 +68,7 @@ class Update(ABC):
 
         Args:
             scalars: The memory of the scalars of its formula.
-            turn: The index of the buffers with the present values.
+            turn: The index of the buffers with the current values.
         """
         rows = self.packed.rows
         ends = [rows * number // self._threads for number in range(self._threads + 1)]

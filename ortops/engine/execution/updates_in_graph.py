@@ -1,7 +1,7 @@
 """Updates that are nodes of a graph: how they are added to it, and when they may run.
 
 Small updates are part of the gradient graph, which saves a run. Two kinds of updates overwrite the
-present values:
+current values:
 
 - Updates in the backward pass overwrite a variable as soon as nobody reads its old value any more.
   onnxruntime runs nodes one after the other, in an order that it chooses, so the order has to
@@ -95,9 +95,9 @@ def join_updates(
 
 
 def copy_last(graph: ir.Graph, updates: Mapping[str, str]) -> set[str]:
-    """Adds copies of next values to a graph, so that they may overwrite the present ones.
+    """Adds copies of next values to a graph, so that they may overwrite the current ones.
 
-    A next value may do so if all nodes that read the present one are among those that compute it.
+    A next value may do so if all nodes that read the current one are among those that compute it.
     Scalars are left as they are.
 
     Args:
@@ -105,7 +105,7 @@ def copy_last(graph: ir.Graph, updates: Mapping[str, str]) -> set[str]:
         updates: The output that is the next value, by variable.
 
     Returns:
-        The variables whose next values may overwrite the present ones in memory.
+        The variables whose next values may overwrite the current ones in memory.
     """
     inputs = {value.name: value for value in graph.inputs}
     outputs = {value.name: value for value in graph.outputs}

@@ -1,4 +1,4 @@
-"""The variables of an execution, and which of their buffers hold the present values."""
+"""The variables of an execution, and which of their buffers hold the current values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Variables(dict[str, Variable]):
         updated: The variables that each part updates.
 
     Attributes:
-        position: The index of the present buffers of each part, and the number of steps: one store
+        position: The index of the current buffers of each part, and the number of steps: one store
             changes all.
         failed: Why the variables are between two steps; "" if they are not.
         in_place: Whether an update that fails leaves some variables with next values, others
@@ -68,11 +68,11 @@ class Variables(dict[str, Variable]):
             raise OrtopsError(self.failed)
 
     def turn_of(self, name: str) -> int:
-        """Returns the index of the buffer with the present value of a variable."""
+        """Returns the index of the buffer with the current value of a variable."""
         return self.position[0][self.updated_by[name]] if name in self.updated_by else 0
 
     def memories(self) -> dict[str, Memory]:
-        """Returns the memory of the present values of all variables.
+        """Returns the memory of the current values of all variables.
 
         Raises:
             OrtopsError: If an update failed halfway.
@@ -81,7 +81,7 @@ class Variables(dict[str, Variable]):
         return {name: each.buffers[self.turn_of(name)] for name, each in self.items()}
 
     def present(self, name: str) -> Array:
-        """Returns the present value of a variable: its memory, or a copy of device memory.
+        """Returns the current value of a variable: its memory, or a copy of device memory.
 
         Raises:
             OrtopsError: If an update failed halfway.

@@ -64,7 +64,7 @@ class Variant:
         nodes: The nodes of the graph, and where they run; None if it is not known.
         read_here: The inputs that are read in the CPU's memory.
         read_elsewhere: All other inputs.
-        in_place: The variables whose next values overwrite the present ones, if their memory is the
+        in_place: The variables whose next values overwrite the current ones, if their memory is the
             same.
         bindings: The graph bound to memory, for steps of even number and of odd number; empty
             before `bind`.

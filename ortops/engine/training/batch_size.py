@@ -22,7 +22,7 @@ _INTERVAL = 0.0005
 """Seconds between two looks at the memory."""
 
 _RESOLUTION = 16
-"""The result is smaller than the largest batch size by at most one part in so many."""
+"""The result is smaller than the largest batch size by at most one part in this number."""
 
 
 def find_batch_size(
@@ -47,7 +47,7 @@ def find_batch_size(
         session: The session.
         data: Rows, as for `ortops.TrainingSession.fit`: arrays, a table or samples by number.
         limit: The memory that the process may have, in bytes, with the model and the data; by
-            default its present memory and 90 % of what the system has available.
+            default its current memory and 90 % of what the system has available.
         largest: The largest batch size to try; by default the number of rows.
         collate: Makes batches of samples, as for `ortops.TrainingSession.fit`.
 

@@ -73,7 +73,7 @@ class Source:
         return Prefetcher(batches, self.prefetch)
 
     def first(self, count: int) -> Source:
-        """Returns the data set with only so many batches of each epoch."""
+        """Returns the data set with only the first batches of each epoch."""
 
         def read(number: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
             return itertools.islice(self._read(number, order, start), max(0, count - start))

@@ -1,4 +1,4 @@
-"""Losses with which training cannot go on, and what may have caused them."""
+"""Losses with which training cannot continue, and what may have caused them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def export_step(
       no state.
     - ``evaluate.onnx``: the loss and the outputs of the model in inference mode. Its inputs are the
       variables that they depend on, and feeds.
-    - ``state.safetensors``: the present value of each variable, by name.
+    - ``state.safetensors``: the current value of each variable, by name.
     - ``model.onnx``: the trainable model. A driver writes the state back into it: only the bytes of
       the variables change, and their offsets are known.
     - ``step.json``: what a driver needs to know. It is written last, and has the lengths and the

@@ -40,7 +40,7 @@ class Limits:
         return self.max_steps is not None and steps >= self.max_steps
 
     def ending(self, steps: int) -> str:
-        """Returns why training ends after a number of steps of it; "" if it goes on.
+        """Returns why training ends after a number of steps of it; "" if it continues.
 
         Example:
             >>> Limits(max_steps=3).ending(2), Limits(max_steps=3).ending(3)

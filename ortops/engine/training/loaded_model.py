@@ -272,7 +272,7 @@ class LoadedModel:
     def _without_computed(self, given: Values) -> Values:
         """Returns the given values that `reset` needs; it computes others, like optimizer state.
 
-        The data of these are then the present values.
+        The data of these are then the current values.
         """
         anew = computed(self.proto, self.entries) & self.execution.variables.keys()
         execution = weakref.ref(self.execution)  # models that are garbage refer to the tensors

@@ -58,7 +58,7 @@ class ModelFile:
         self._warned = False
 
     def model(self) -> onnx.ModelProto:
-        """Returns the trainable model with the present state.
+        """Returns the trainable model with the current state.
 
         Example:
             >>> import ortops
@@ -73,7 +73,7 @@ class ModelFile:
             return self.light_model().attach()
 
     def light_model(self) -> LightModel:
-        """Returns the trainable model with the present state, as a light model.
+        """Returns the trainable model with the current state, as a light model.
 
         The data are the memory of the variables, so the lock has to be held while they are read.
         """
@@ -100,7 +100,7 @@ class ModelFile:
             write_metadata(model, POSITION_KEY, text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the trainable model with the present state; a session on it resumes exactly.
+        """Writes the trainable model with the current state; a session on it resumes exactly.
 
         The file is standard ONNX, and stock onnxruntime runs it as the trained model. If the model
         itself has Gradient nodes, it has to be lowered first (`ortops.lower`), as a warning says.
@@ -146,14 +146,14 @@ class ModelFile:
 
     @reads("save")
     def _write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the trainable model with the present state."""
+        """Writes the trainable model with the current state."""
         changes = self._changes()
         saving.write_model(path, self.light_model())
         self._saved = os.fspath(path), changes, self._fit_arguments()
 
     @property
     def saved_in(self) -> str:
-        """The file that the present state was last saved in; "" if it was not saved.
+        """The file that the current state was last saved in; "" if it was not saved.
 
         A step, setting a variable and a new `fit` each change the state.
 

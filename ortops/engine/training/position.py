@@ -115,7 +115,7 @@ class Position(NamedTuple):
     def resumed(self, given: Mapping[str, Any]) -> Position:
         """Returns the position with the number of epochs of the resuming call.
 
-        An epoch that a limit cut short goes on.
+        An epoch that a limit cut short continues.
 
         Raises:
             OrtopsError: If other arguments differ, or there are fewer epochs than were begun.
@@ -294,7 +294,7 @@ def _number(value: object) -> bool | int | float:
 
 
 class ResumeState:
-    """The position that belongs to the present state of a session.
+    """The position that belongs to the current state of a session.
 
     A single assignment, of the number of steps, changes the state of a session, and a signal cannot
     split it. The position is derived from that number, so the two always agree.
@@ -315,7 +315,7 @@ class ResumeState:
         return before if now == made else after if now > made else None
 
     def set(self, position: Position | None) -> None:
-        """Sets the position of the present state."""
+        """Sets the position of the current state."""
         self._now = (self._made(), position, position)
 
     def prepare(self, position: Position) -> None:

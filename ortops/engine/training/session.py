@@ -370,7 +370,7 @@ class TrainingSession:
     @property
     @_documented_by(ModelFile.saved_in)
     def saved_in(self) -> str:
-        """The file that the present state was last saved in; "" if it was not saved."""
+        """The file that the current state was last saved in; "" if it was not saved."""
         return self._file.saved_in
 
     @explains_arguments(**ARGUMENTS_OF_DATA)
@@ -578,11 +578,11 @@ class TrainingSession:
         loss: LossLike | None = None,
         optimizer: str | Optimizer | type[Optimizer] | UpdateRule | None = None,
     ) -> TrainingSession:
-        """Returns a session that trains other weights and goes on from the present state.
+        """Returns a session that trains other weights and continues from the current state.
 
-        Weights can so be unfrozen or frozen in the middle of a training. Weights that were trained
+        This unfreezes or freezes weights during training. Weights that were trained
         before keep the state of the optimizer, new ones get that of a first step, and ``step``, the
-        learning rate, ``loss_scale`` and ``seed`` go on. So does a schedule. Adam's correction of
+        learning rate, ``loss_scale`` and ``seed`` stay. A schedule continues. Adam's correction of
         the first steps follows ``step``, which is no longer small, so that its first updates of new
         weights are about three times as large as usual.
 
@@ -595,7 +595,7 @@ class TrainingSession:
                 for all that the loss depends on.
             loss: The loss, if the file does not describe it.
             optimizer: The optimizer, if the file does not describe it. Its state has to be that of
-                the one before; the learning rate remains the present one.
+                the one before; the learning rate remains the current one.
 
         Returns:
             A new session. This one is not changed, and shares no memory with it. The position of
@@ -697,7 +697,7 @@ class TrainingSession:
 
     @_documented_by(ModelFile.model)
     def model(self) -> onnx.ModelProto:
-        """Returns the trainable model with the present state."""
+        """Returns the trainable model with the current state."""
         return self._file.model()
 
     @contextlib.contextmanager
@@ -708,7 +708,7 @@ class TrainingSession:
 
     @_documented_by(ModelFile.save)
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the trainable model with the present state; a session on it resumes exactly."""
+        """Writes the trainable model with the current state; a session on it resumes exactly."""
         self._file.save(path)
 
     @_documented_by(ModelFile.inference_model)

@@ -49,7 +49,7 @@ class Trainer(Protocol):
 
     @property
     def saved_in(self) -> str:
-        """The file that the present state was saved in; "" if it was not saved."""
+        """The file that the current state was saved in; "" if it was not saved."""
 
     def loss_names(self) -> list[str]:
         """Returns the names of the loss and its parts."""

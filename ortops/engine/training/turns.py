@@ -74,7 +74,7 @@ class Turns:
     """A session whose entries make steps in turn: what `fit` trains with ``entries=``.
 
     The turn of a batch follows from its place in the epoch, so each epoch begins a new cycle, and a
-    training that is resumed goes on with the turn that it stopped before.
+    training that is resumed continues with the turn that it stopped before.
 
     Args:
         session: The session with all entries.
