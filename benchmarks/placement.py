@@ -30,6 +30,7 @@ from benchmarks.works import WORKS, Export, Update, find, write
 
 if TYPE_CHECKING:
     import onnx
+    import onnx_ir as ir
 
 __all__ = ["Placement", "main", "place", "place_work", "reached"]
 
@@ -97,13 +98,15 @@ def place(make: Callable[[], onnx.ModelProto], batch: Mapping[str, Any]) -> Plac
     """
     import ortops
     from ortops.engine.execution.onnxruntime_sessions import Sessions
+    from ortops.graph.files.serialization import to_proto
 
     opened: list[tuple[onnx.ModelProto, Any]] = []
     make_session = Sessions.open
 
-    def open_and_keep(self: Sessions, model: onnx.ModelProto, **options: Any) -> Any:
+    def open_and_keep(self: Sessions, model: ir.Model, **options: Any) -> Any:
+        proto = to_proto(model)
         session = make_session(self, model, **options)
-        opened.append((model, session))
+        opened.append((proto, session))
         return session
 
     error = ""
@@ -117,7 +120,7 @@ def place(make: Callable[[], onnx.ModelProto], batch: Mapping[str, Any]) -> Plac
     nodes, shapes, fallen = 0, 0, Counter[str]()
     for model, session in opened:
         data = reached(model.graph)
-        by_name = {node.name: node for node in _nodes(model.graph)}
+        by_name = {node.name or node.output[0]: node for node in _nodes(model.graph)}
         for part in session.get_provider_graph_assignment_info():
             for each in part.get_nodes():
                 nodes += 1

@@ -53,11 +53,28 @@ IMAGES: dict[str, dict[str, Any]] = {
     "more pads at one end": {"pads": (2, 1, 1, 2)},
     "dilations": {"pads": (2, 2, 1, 1), "dilations": [2, 2]},
 }
+PARTS = {"equal parts of a tensor": 3, "parts of a tensor": [2, 4, 2]}
 LLAMA = {"a llama with an adapter": 32, "a llama in 4 bits with an adapter": 4}
-CASES = (*IMAGES, *LLAMA)
+CASES = (*IMAGES, *PARTS, *LLAMA)
+
+
+def parts(sizes: Any) -> onnx.ModelProto:
+    """Returns a classifier that takes a tensor apart, as PyTorch's exporter writes `split`."""
+    rng = np.random.default_rng(0)
+    with Tape(name="parts") as tape:
+        x = tape.input("images", np.float32, ["batch", 3, 8, 8])
+        weight = tape.initializer("weight", rng.standard_normal((192, 8)).astype(np.float32) / 9)
+        x = op.Flatten(x) @ weight
+        sequence = op.SplitToSequence(x, np.array(sizes, np.int64), axis=1)
+        ends = [op.SequenceAt(sequence, np.array(place, np.int64)) for place in (0, -1, 2)]
+        tape.output(ends[0][:, :2] * ends[1] + op.Sin(ends[2]), "logits")
+    return tape.model()
 
 
 def trainable(case: str) -> onnx.ModelProto:
+    if case in PARTS:
+        loss = ortops.losses.SoftmaxCrossEntropy()
+        return build_training_model(parts(PARTS[case]), loss=loss, optimizer="Adam")
     if case in LLAMA:
         adapted = ortops.lora.add(llama(bits=LLAMA[case], layers=1), rank=2, targets="all-linear")
         loss = ortops.losses.NextToken("logits")
@@ -75,7 +92,7 @@ def batch(case: str) -> dict[str, np.ndarray]:
         ids = np.arange(12).reshape(2, 6)
         return {"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": ids}
     pixels = np.random.default_rng(1).standard_normal((6, 3, 8, 8)).astype(np.float32)
-    return {"images": pixels, "labels": np.arange(6) % 3}
+    return {"images": pixels, "labels": np.arange(6) % (2 if case in PARTS else 3)}
 
 
 def feeds(graph: onnx.ModelProto, case: str) -> dict[str, np.ndarray]:
@@ -95,7 +112,7 @@ def test_steps_for_cuda_compute_the_same(case: str) -> None:
     graphs = [ortops.lower(flat), ortops.lower(flat, target="cuda")]
     for node in graphs[1].graph.node:
         values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
-        assert node.op_type not in ("MaxUnpool", "GroupQueryAttention")
+        assert node.op_type not in ("MaxUnpool", "GroupQueryAttention", "SplitToSequence")
         assert node.op_type != "BatchNormalization" or not values.get("training_mode")
         if node.op_type == "ConvTranspose":
             pads = values.get("pads", [])

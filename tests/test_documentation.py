@@ -334,7 +334,7 @@ def test_pages_name_what_there_is_to_choose() -> None:
         ("training", ortops.metrics, ortops.metrics.METRICS),
         ("training", ortops.schedules, ortops.schedules.__all__),
         ("training", ortops.callbacks, ortops.callbacks.__all__),
-        ("training", ortops.surgery, ortops.surgery.__all__),
+        ("surgery", ortops.surgery, ortops.surgery.__all__),
     ):
         text = re.sub(r"```.*?```", "", (DOCS / f"{page}.md").read_text("utf-8"), flags=re.DOTALL)
         shown = {

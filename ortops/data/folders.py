@@ -24,7 +24,7 @@ from ortops.data.images import (
 )
 from ortops.data.rows import ImageRows, balanced_weights, drawn_by_class
 from ortops.engine.training.feeds import Feeds, Inputs
-from ortops.engine.training.row_data import RowData
+from ortops.engine.training.row_data import Division, RowData
 from ortops.engine.training.validation_split import hold_out
 from ortops.errors import ArgumentError, FeedError, did_you_mean
 
@@ -139,11 +139,13 @@ class ImageFolder(RowData):
                 "losses.BinaryCrossEntropyWithLogits(), or leave it out"
             )
 
-    def permutation(self, order: np.random.Generator | None) -> npt.NDArray[np.int64]:
-        """Returns the numbers of the rows in the order of an epoch; see `drawn_by_class`."""
+    def arrange(
+        self, order: np.random.Generator | None, batch_size: int
+    ) -> Sequence[npt.NDArray[np.int64]]:
+        """Returns the numbers of the rows of each batch of an epoch; see `drawn_by_class`."""
         if not self._rows.balanced or order is None:
-            return super().permutation(order)
-        return drawn_by_class(self.labels, len(self.class_names), order)
+            return super().arrange(order, batch_size)
+        return Division(drawn_by_class(self.labels, len(self.class_names), order), batch_size)
 
 
 def _type_of_probabilities(inputs: Inputs) -> np.dtype[Any] | None:

@@ -1,8 +1,8 @@
 """Adaptation to onnxruntime's CUDA provider: only operators for which it has kernels.
 
 Its BatchNormalization refuses training mode when a session is made, it has no MaxUnpool, and its
-ConvTranspose pads both ends of an axis alike; its Pad takes no integers, and its
-GroupQueryAttention no float32. onnxruntime runs what it lacks on the CPU.
+ConvTranspose pads both ends of an axis alike; its Pad takes no integers, its GroupQueryAttention no
+float32, and it has no SplitToSequence. onnxruntime runs what it lacks on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class _CUDA(Pass):
     """Replaces operators that the provider cannot run in a training step."""
 
     def prepare(self, draft: Draft) -> None:
-        """Replaces attention in types without a kernel by its definition."""
+        """Replaces attention in types without a kernel, and parts of tensors in sequences."""
+        rewrite_with_bodies(draft.graph, draft.names, _sequence_at)
         for node in list(draft.graph):
             known = draft.rules.definition(node)
             if known is not None and node.op_type in _HALF_ONLY and _is_wide(node):
@@ -79,6 +80,30 @@ def _pad(node: ir.Node, tape: Tape) -> Result:
         parts = [part for part in (ends[0], padded, ends[1]) if part is not None]
         padded = op.Concat(*parts, axis=axis) if len(parts) > 1 else padded
     return padded
+
+
+@pattern("SequenceAt")
+def _sequence_at(node: ir.Node, tape: Tape) -> Result:
+    """Cuts a part of known place out of a tensor, which need not be split to a sequence."""
+    sequence, at = node.inputs
+    split = None if sequence is None else sequence.producer()
+    index = None if at is None else tape.tensor(at).constant
+    if split is None or split.op_type != "SplitToSequence" or len(split.inputs) < 2:
+        return None
+    x, sizes = (None if each is None else tape.tensor(each) for each in split.inputs)
+    known = None if sizes is None else sizes.constant
+    if x is None or index is None or known is None:
+        return None
+    axis = split.attributes.get_int("axis", 0)
+    length = None if x.shape is None else x.shape[axis]
+    if known.ndim == 0:  # parts of this size, and a last one with the rest
+        if not isinstance(length, int):
+            return None
+        ends = [min(end, length) for end in range(int(known), length + int(known), int(known))]
+    else:
+        ends = np.cumsum(known).tolist()
+    place = int(index) % len(ends)
+    return op.Slice(x, [ends[place - 1] if place else 0], [ends[place]], [axis])
 
 
 @pattern("ConvTranspose")
