@@ -3,7 +3,7 @@
 ::
 
     ./scripts/cuda_environment
-    python -m benchmarks.placement [--only WORDS]
+    python -m benchmarks.placement [--only WORDS] [--write]
 
 Each network runs in a process of its own with the provider of `benchmarks.cuda_double`. A node that
 computes shapes belongs on the CPU, where onnxruntime puts it on purpose. The others read or write
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Placement", "main", "place", "place_work", "reached"]
 
 CPU = "CPUExecutionProvider"
+PAGE = cuda_double.ROOT / "ortops" / "docs" / "providers.md"
 WITHOUT_DATA = ("Shape", "Size")
 """Operators whose outputs say nothing about the values of their inputs."""
 
@@ -169,18 +171,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="words in the names of works, after commas")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
     given = parser.parse_args(arguments)
     if not cuda_double.is_there():
         sys.exit("the CUDA provider is missing: run ./scripts/cuda_environment")
-    print("| network | nodes | shapes on the CPU | others on the CPU |")
-    print("| --- | --- | --- | --- |")
+    lines = [
+        "| network | nodes | shapes on the CPU | others on the CPU |",
+        "| --- | --- | --- | --- |",
+    ]
     for name in find([text for text in given.only.split(",") if text]):
         if isinstance(WORKS[name], Update):
             continue
         found = _placed(name)
         listed = ", ".join(f"{operator} {count}" for operator, count in found.fallen.items())
         others = found.error or (f"{sum(found.fallen.values())}: {listed}" if listed else "0")
-        print(f"| {name} | {found.nodes} | {found.shapes} | {others} |", flush=True)
+        lines.append(f"| {name} | {found.nodes} | {found.shapes} | {others} |")
+        print(lines[-1], flush=True)
+    if given.write:
+        text = PAGE.read_text(encoding="utf-8")
+        block = "\n".join(["placement: begin -->", *lines, "<!-- placement: end"])
+        pattern = re.compile("placement: begin -->.*?<!-- placement: end", re.DOTALL)
+        PAGE.write_text(pattern.sub(lambda _: block, text), encoding="utf-8")
 
 
 if __name__ == "__main__":
