@@ -139,6 +139,17 @@ def test_merging_gives_what_the_adapter_gives(case: Case) -> None:
         assert values(merged).keys() == values(base).keys()
 
 
+def test_nothing_is_left_of_a_weight_that_was_dequantized() -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+    g (float[n, 4] x) => (float[n, 3] y) <float scale = {0.5}, int8[4, 3] quantized = {
+    1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}> {
+    zero = Constant <value = int8 {0}> ()
+    weight = DequantizeLinear (quantized, scale, zero) y = MatMul (x, weight) }""")
+    merged = lora.merge(lora.add(model, rank=2, alpha=2), dequantize=True).graph
+    assert [node.op_type for node in merged.node] == ["MatMul"]
+    assert [list(each.dims) for each in merged.initializer] == [[4, 3]]
+
+
 def test_an_adapter_in_a_branch() -> None:
     base = branches()
     model = lora.add(base, rank=2)
