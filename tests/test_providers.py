@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 
 import ortops
-from models import llama
+from models import llama, mlp
 from models.lenet import lenet
 from models.resnet import resnet
 from ortops import TrainingSession, build_training_model, optimizers
@@ -214,6 +214,24 @@ def test_large_models_are_updated_in_place(
         }
         assert tensors.keys() >= session.parameters.keys()
         assert set(tensors.values()) == {in_place}
+
+
+@pytest.mark.parametrize("settings", [ON_DEVICE, IN_PLACE], ids=["one run", "in place"])
+def test_small_variables_of_a_device_are_updated_together(settings: Settings) -> None:
+    """By one formula, which takes a square root; a large variable by itself."""
+    roots = {}
+    for hidden in (16, 2048):  # the first weight has 64 · hidden elements
+        model = build_training_model(
+            mlp.mlp((64, hidden, 10)), loss="SoftmaxCrossEntropy", optimizer="Adam"
+        )
+        session = TrainingSession(model, providers=AZURE, settings=settings)
+        batch = images(4)
+        session.step({**batch, "images": batch["images"].reshape(4, 64)})
+        operators = session.report().operators
+        assert operators is not None
+        roots[hidden] = operators["Sqrt"]
+    bias_corrections = 1
+    assert roots == {16: 1 + bias_corrections, 2048: 2 + bias_corrections}
 
 
 def test_what_may_be_overwritten() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ortops.engine.execution.compilation import compiled
+from ortops.engine.execution.memory import Device
 from ortops.engine.execution.onnxruntime_sessions import Sessions
 from ortops.engine.execution.packed import Packed
 from ortops.engine.execution.settings import PackedUpdate
@@ -23,7 +24,7 @@ from ortops.engine.execution.step import Step
 from ortops.engine.execution.translation import Translation, translate
 from ortops.engine.execution.update import CompiledUpdate, SessionUpdate, Update
 from ortops.engine.execution.update_groups import Group, split
-from ortops.engine.execution.updates_in_graph import check_updates
+from ortops.engine.execution.updates_in_graph import check_updates, concatenate_updates
 from ortops.engine.lowering import lower_optimizers, lower_prepared, takes_python_kernel
 from ortops.errors import UnsupportedError
 from ortops.graph.autodiff.registry import Rules
@@ -102,8 +103,8 @@ class Template:
         self._dropped = [name for name in step.counts if name not in step.varying]
         groups: list[Group] = []
         self.unpacked: dict[str, str] = dict(step.updates)
-        if sessions.device is None:  # device memory cannot be packed
-            shown = [*step.outputs, *step.counts]
+        shown = [*step.outputs, *step.counts]
+        if sessions.device is None:
             groups, self.unpacked = split(
                 graph,
                 step.updates,
@@ -112,8 +113,8 @@ class Template:
                 keep=self._keep,
                 alone=settings.early if self.in_backward else math.inf,
             )
-        elif in_place and _size_of(graph, step.updates) > settings.joined:
-            self.overwrites = True
+        else:  # device memory cannot be packed
+            self._update_on(sessions.device, shown)
         in_nodes = kernels != "python" and not self.in_backward
         small = in_nodes and sum(group.size for group in groups) <= settings.joined
         self.spins = small or not groups
@@ -131,6 +132,14 @@ class Template:
         # Graphs for known sizes may lack the tensors that were named to be kept.
         has_names = bool(names_in(recompute))
         self.gains = not has_names and any(each.gains(step.model, None) for each in self._passes)
+
+    def _update_on(self, device: Device, shown: Collection[str]) -> None:
+        """Prepares updates of variables in the memory of a device."""
+        step, graph = self.step, self.step.model.graph
+        if device.kind != "webgpu":  # whose Split has few outputs
+            concatenate_updates(graph, step.updates, step.feeds, shown)
+        large = _size_of(graph, step.updates) > self.sessions.settings.joined
+        self.overwrites = self._may_overwrite and large
 
     def _insert_scaled_sums(self, groups: Sequence[Group]) -> None:
         settings = self.sessions.settings

@@ -17,6 +17,7 @@ current values:
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -25,7 +26,7 @@ import onnx_ir as ir
 from ortops.engine.execution.packed import Packed
 from ortops.engine.execution.split_step import differentiated
 from ortops.engine.execution.step import Step
-from ortops.engine.execution.update_groups import is_scalar
+from ortops.engine.execution.update_groups import is_scalar, split
 from ortops.errors import UnsupportedError
 from ortops.graph.edit import ancestor_nodes, read_inputs
 from ortops.graph.names import Names
@@ -36,6 +37,9 @@ from ortops.graph.tensor import Tape, op
 SlicesByName: TypeAlias = dict[str, tuple[Packed, int]]
 """Inputs or outputs of a graph that hold a packed role: the packed update and the role's index."""
 
+SMALL = 2**16
+"""The number of elements from which a variable on a device is updated by itself."""
+
 REMOVES_COPIES = "EliminateIdentity"
 """onnxruntime's optimizer that would remove the copies of `copy_last`."""
 
@@ -44,6 +48,43 @@ _SIZED = (  # of what onnxruntime's kernel of Size takes
     ir.DataType.BOOL,
 )
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
+
+def concatenate_updates(
+    graph: ir.Graph, updates: Mapping[str, str], feeds: Collection[str], shown: Collection[str]
+) -> None:
+    """Lets one formula update all small variables with equal formulas, in place.
+
+    A device starts each node by itself, so that many small ones take longer than a few larger ones
+    and the copies of what they read and write. The inputs and outputs of the graph stay.
+
+    Args:
+        graph: A step with one-tensor optimizer nodes and Gradient nodes that are not lowered.
+        updates: The output that is the next value, by variable.
+        feeds: The inputs that a batch provides.
+        shown: Outputs that a caller can request.
+    """
+    inputs, names = list(graph.inputs), [value.name for value in graph.outputs]
+    groups, _ = split(graph, updates, feeds, shown, alone=SMALL)
+    graph.inputs[:] = inputs
+    found = {value.name: value for value in (*inputs, *graph.outputs)}
+    tape = Tape(graph, names=Names(graph))
+    for group in groups:
+        sizes = [math.prod(shape) for shape in group.shapes]
+        read = []
+        for role in group.roles:
+            flat = [op.Reshape(tape.tensor(found[name]), [-1]) for name in role.names]
+            read.append(flat[0].value if len(flat) == 1 else op.Concat(*flat, axis=0).value)
+        next_values = group.emit(tape, [*read, *(found[name] for name in group.scalars)])
+        for index, value in zip(group.next_values, next_values, strict=True):
+            whole = tape.tensor(value)
+            parts = [whole] if len(sizes) == 1 else op.Split(whole, sizes)
+            members = zip(group.roles[index].names, parts, group.shapes, strict=True)
+            for name, part, shape in members:
+                result = op.Reshape(part, list(shape)).value
+                result.name = updates[name]
+                found[result.name] = result
+    graph.outputs[:] = [found[name] for name in names]
 
 
 def join_updates(
