@@ -79,7 +79,7 @@ READS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("copy", "copy2", "copyfile", "copytree"), ("shutil",)),
 }
 # Functions of these names that open no file: an archive, a data set or sessions, by their owner.
-NO_FILE = ("archive", "data", "plain", "self._sessions", "self._template.sessions", "sessions")
+NO_FILE = ("archive", "data", "plain", "self._sessions", "self.template.sessions", "sessions")
 NO_FILE += ("weighed",)
 # Arguments that are no path: what is opened already, or bytes.
 NO_PATH = ("stream", "content", "serialize(message)", "tape.model().SerializeToString()")
@@ -100,7 +100,6 @@ OPENED_ELSEWHERE = {
     ("llm/rendering.py", "package.Tokenizer.from_file"): "what its caller has checked",
     ("engine/execution/compilation.py", "mmap.mmap"): "memory without a file",
     ("graph/files/atomic.py", "Path(source).open"): "what its caller chose",
-    ("graph/passes/scaled_sums.py", "onnxruntime.InferenceSession"): "bytes",
     (
         "graph/passes/blocked/kernels.py",
         "onnx.load",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ortops._common.numbers import plain
@@ -58,9 +58,15 @@ class Calls:
                     "one, or leave out resume=True to start a new training"
                 )
 
-    def states(self) -> list[dict[str, Any]]:
-        """Returns the classes and states of the callbacks."""
-        return [{"class": type(each).__name__, "state": each.state()} for each in self._given]
+    @property
+    def states(self) -> Callable[[], list[dict[str, Any]]]:
+        """A function that returns the classes and states of the callbacks.
+
+        The session keeps it, so it must not refer to the session: nothing but the collector of
+        cycles would then free a session that is dropped.
+        """
+        given = self._given
+        return lambda: [{"class": type(each).__name__, "state": each.state()} for each in given]
 
     def notify(self, event: str, record: Record) -> None:
         """Calls callbacks, and lets those that save do so after all have seen the event.
