@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import re
@@ -64,9 +65,10 @@ def test_the_command_line_has_each_argument_or_says_where_else() -> None:
                 assert known.issuperset(wanted), f"{wanted} are not options of ortops train"
 
 
+@pytest.mark.optional("sklearn", "sklearn")
 @pytest.mark.parametrize("estimator", ["OnnxClassifier", "OnnxRegressor"])
 def test_the_estimators_have_the_arguments_that_say_so(estimator: str) -> None:
-    sklearn = pytest.importorskip("ortops.sklearn")
+    sklearn = importlib.import_module("ortops.sklearn")
     parameters = getattr(sklearn, estimator)._get_param_names()
     # Of a classifier, class_weight has labels in place of their numbers.
     shared = OPTIONS.keys() & set(parameters) - {"class_weight"}

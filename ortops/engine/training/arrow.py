@@ -77,11 +77,12 @@ def open_arrow(data: Any) -> ArrowRows:
             f"{name!r:.80}; of files, only .parquet, .arrow and .feather are read; for a folder of "
             "images, give ortops.data.image_folder(…)"
         )
+    with contextlib.suppress(OSError):  # of a file that cannot be read, which pyarrow meets as well
+        if suffix:
+            _refuse_endless(Path(name))
     arrow = optional_module(where, "pyarrow", "tables")
     datasets = optional_module(where, "pyarrow.dataset", "tables")
     with _named(where, arrow):
-        if suffix:
-            _refuse_endless(Path(name))
         if suffix in ARROW:
             blocks, names = _ipc_blocks(arrow, name)
             _check_names(where, names)
