@@ -282,7 +282,7 @@ def test_float16_keeps_masters_and_skips_what_overflows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.optional("numba", "compiled")
+@pytest.mark.optional("llvmlite", "fast")
 def test_compiled_updates_say_what_they_leave(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "ortops"):
         session = TrainingSession(build(), kernels="compiled")

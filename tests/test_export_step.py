@@ -592,7 +592,7 @@ def test_a_description_that_others_wrote_frees_no_file(tmp_path: Path) -> None:
                 export._refuse_others(tmp_path, {"step.onnx": b"new"})
 
 
-@pytest.mark.optional("safetensors", "lora")
+@pytest.mark.optional("safetensors", "test")
 def test_safetensors_are_those_of_others(tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 

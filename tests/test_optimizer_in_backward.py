@@ -318,7 +318,7 @@ def test_what_it_does_not_go_with_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.optional("numba", "compiled")
+@pytest.mark.optional("llvmlite", "fast")
 def test_the_rest_may_be_compiled() -> None:
     model = build(Adam8bit(min_8bit_size=2**31))
     ordinary, early = (

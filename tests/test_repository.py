@@ -486,16 +486,18 @@ def test_what_the_package_imports_is_declared() -> None:
 
 
 def test_optional_packages_are_imported_by_one_function() -> None:
-    """Only it says what is missing, and the groups that the package and its pages name exist."""
+    """Only it says what is missing, and the groups that package, pages and tests name exist."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = set(project["optional-dependencies"])
     wrong, caught = [], []
     pages = [ROOT / "README.md", *(ROOT / "ortops").rglob("*.md")]
-    for path in [*pages, *(ROOT / "ortops").rglob("*.py")]:
+    tests = (ROOT / "tests").rglob("test_*.py")
+    for path in [*pages, *tests, *(ROOT / "ortops").rglob("*.py")]:
         text = path.read_text(encoding="utf-8")
         named = re.findall(r"ortops\[([a-z][a-z,\s]*)\]", text)
         found = {each.strip() for names in named for each in names.split(",")}
-        if path.suffix == ".py":
+        found |= set(re.findall(r"mark\.optional\(\"[\w.]+\", \"(\w+)\"\)", text))
+        if path.suffix == ".py" and path.is_relative_to(ROOT / "ortops"):
             tree = ast.parse(text)
             calls = (each for each in ast.walk(tree) if isinstance(each, ast.Call))
             names = ("optional_module", "missing_package")
