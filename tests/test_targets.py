@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx
@@ -17,6 +17,8 @@ from models.mlp import mlp
 from models.resnet import resnet
 from models.transformer import transformer
 from ortops import ArgumentError, Tape, build_training_model, lower, op, step_graph
+from ortops.cli.parser import make_parser
+from ortops.engine.lowering import Target
 from tests.gradient_models import with_gradients
 
 TARGETS = [None, "onnxruntime"]
@@ -185,3 +187,9 @@ def test_other_types(target: Any, dtype: Any) -> None:
     assert domains(lowered) == {""}
     _, slope = run(lowered, {"x": array})
     np.testing.assert_array_equal(slope, np.array([[0, 4, 1], [6, 0, 0]], dtype))
+
+
+def test_the_command_line_takes_all_targets() -> None:
+    for target in get_args(Target):
+        given = ["export-step", "model.onnx", "folder", "--target", target]
+        assert make_parser("").parse_args(given).target == target

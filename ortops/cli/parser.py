@@ -451,7 +451,7 @@ def _add_export_step(command: _Command) -> None:
     about = "the training_info entry, by name or index (default: main, the first)"
     add("--entry", type=_entry, default=0, metavar="NAME", help=about)
     about = "the runtime to optimize for (default: any runtime)"
-    add("--target", choices=("onnxruntime", "webgpu"), help=about)
+    add("--target", choices=("onnxruntime", "cuda", "webgpu"), help=about)
     _flag(parser, "--force", "overwrite files that ortops did not write")
 
 

@@ -39,7 +39,7 @@ SETTINGS: Mapping[tuple[str, str], Collection[int]] = {
 _NORMALIZATIONS = having("normalizes")
 
 _ONE_NUMBER = ELEMENTWISE - {"PRelu"}
-"""Operators in which one number is no weight."""
+"""Operators of which an input of one number is not taken for a weight."""
 
 _LEAST_IDENTITY = 9  # elements; smaller ones in products are often examples of weights
 
