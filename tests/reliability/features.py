@@ -90,7 +90,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "clip": ("", "norm", "value", "both"),
     "ema": (False, True),
     "groups": (False, True),
-    "trainable": ("all", "some"),
+    "trainable": ("all", "some", "not some"),
     "batch_normalization": ("auto", "train", "frozen"),
     "kernels": ("onnx", "python", *_installed("llvmlite", "compiled", "auto")),
     "recompute": (None, "sqrt", 1, ("hidden",)),
@@ -253,7 +253,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "two entries do not train the same weights",
-        lambda entries, trainable: entries and trainable == "all",
+        lambda entries, trainable: entries and trainable != "some",
     ),
     Rule(
         "the weights of an adapter are those of one entry",
