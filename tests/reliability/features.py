@@ -91,6 +91,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "ema": (False, True),
     "groups": (False, True),
     "trainable": ("all", "some", "not some"),
+    "properties": (False, True),
     "batch_normalization": ("auto", "train", "frozen"),
     "kernels": ("onnx", "python", *_installed("llvmlite", "compiled", "auto")),
     "recompute": (None, "sqrt", 1, ("hidden",)),
@@ -139,6 +140,7 @@ class _Values:
         ema: Whether averages of the parameters are kept.
         groups: Whether some parameters have settings of their own.
         trainable: Which parameters are trained.
+        properties: Whether the session has properties, set before and after an interruption.
         batch_normalization: Which BatchNormalization layers use statistics of the batch.
         kernels: What computes updates.
         recompute: What is recomputed in the backward pass.

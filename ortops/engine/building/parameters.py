@@ -255,10 +255,8 @@ def _partial_matches(
         return []
     shown = ", ".join(f"'{name}'" for name in left[:5])
     more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-    return [
-        f"trainable: '{pattern}' includes {len(names)} weights, but not other weights of the "
-        f"same layers: {shown}{more}"
-    ]
+    message = f"trainable: '{pattern}' includes {len(names)} weights, but not other weights of the "
+    return [f"{message}same layers: {shown}{more}"]
 
 
 def quantized(values: Iterable[ir.Value]) -> dict[str, str]:

@@ -26,6 +26,7 @@ from ortops.engine.trainable.write_back import (
 )
 from ortops.engine.training.loaded_model import LoadedModel, reads
 from ortops.engine.training.position import POSITION_KEY
+from ortops.engine.training.properties import PROPERTIES_KEY, write_properties
 from ortops.errors import OrtopsError
 from ortops.graph import convert
 from ortops.graph.files import saving
@@ -80,6 +81,7 @@ class ModelFile:
         result = self._loaded.light.copy()
         write_values(result, self._loaded.arrays())
         self._write_position(result.proto)
+        write_properties(result.proto, self._loaded)
         return result
 
     def _write_position(self, model: onnx.ModelProto) -> None:
@@ -234,6 +236,7 @@ class ModelFile:
                 write_inference_mode(model)
                 result = LightModel(to_proto(model), dict(loaded.light.data))
                 write_values(result, trained)
+            write_properties(result.proto, loaded)
             return result
 
     def digest(self) -> bytes:
@@ -257,7 +260,7 @@ class ModelFile:
             tensor.CopyFrom(plain)
         del light.metadata_props[:]
         for entry in sorted(proto.metadata_props, key=lambda entry: entry.key):
-            if entry.key != POSITION_KEY:
+            if entry.key not in (POSITION_KEY, PROPERTIES_KEY):
                 light.metadata_props.add().CopyFrom(entry)
         found.update(light.SerializeToString(deterministic=True))
         return found.digest()

@@ -28,6 +28,7 @@ from ortops.engine.training.gradients import Gradients
 from ortops.engine.training.history import History
 from ortops.engine.training.loaded_model import LoadedModel
 from ortops.engine.training.model_file import ModelFile
+from ortops.engine.training.properties import Properties
 from ortops.engine.training.rebuilding import rebuilt
 from ortops.engine.training.sample_weights import ClassWeight, SampleWeight
 from ortops.engine.training.samples import Collate
@@ -642,6 +643,27 @@ class TrainingSession:
             Constants()
         """
         return Constants(self._loaded)
+
+    @property
+    def properties(self) -> Properties:
+        """Numbers and texts of your own by name, which are saved with the model.
+
+        They are part of what `save`, checkpoints, `inference_model` and `with_trainable` make, as a
+        JSON object under the key ``ortops.properties`` of the model's metadata, where every
+        program that reads ONNX finds them. `reset` leaves them as they are.
+
+        Setting one that is neither an integer of 64 bits, nor a finite number, nor a text raises an
+        ArgumentError.
+
+        Example:
+            >>> import ortops
+            >>> from ortops.docs import examples
+            >>> session = examples.session()
+            >>> session.properties["best"] = 0.93
+            >>> ortops.TrainingSession(session.model()).properties
+            Properties({'best': 0.93})
+        """
+        return Properties(self._loaded)
 
     @property
     def learning_rates(self) -> LearningRates:
