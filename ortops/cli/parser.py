@@ -57,6 +57,7 @@ _EXAMPLES = {
     "export": """
         ortops export trained.onnx tuned.onnx --original model.onnx
         ortops export trained.onnx small.onnx --ema --quantize
+        ortops export trained.onnx encoder.onnx --outputs embedding
         ortops export adapted.onnx merged.onnx --merge-lora
         """,
     "export-step": """
@@ -436,6 +437,8 @@ def _add_export(command: _Command) -> None:
     parser.add_argument("output", help=_OUTPUT)
     _option(parser, "--original", "FILE", "write the weights into a copy of this file")
     _flag(parser, "--ema", "export the averaged weights")
+    about = "write only what these tensors need, which are outputs or not (default: the outputs)"
+    _add_list(parser, "--outputs", "NAME", about)
     _flag(parser, "--merge-lora", "merge the adapter into the weights")
     about = "quantize weights to 8 bits with onnxruntime's dynamic quantization"
     _flag(parser, "--quantize", about)

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,6 +36,7 @@ from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import has_domain, initializers
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.limits import LIMITS
+from ortops.surgery.output import keep_outputs
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -183,7 +184,9 @@ class ModelFile:
         position = self._loaded.resume_state.position
         return None if position is None else position.epoch_state.call
 
-    def inference_model(self, original: ModelLike | None, *, ema: bool) -> onnx.ModelProto:
+    def inference_model(
+        self, original: ModelLike | None, *, ema: bool, outputs: str | Sequence[str] | None = None
+    ) -> onnx.ModelProto:
         """Returns the trained model, without anything that belongs to training.
 
         Args:
@@ -193,9 +196,14 @@ class ModelFile:
                 mode in both.
             ema: Whether to use the averages of parameters (``ema_decay=`` of
                 `ortops.build_training_model`).
+            outputs: The names of the tensors to return, outputs of the model or not; by default its
+                outputs. The nodes, weights, inputs and functions that they do not need are left
+                out.
 
         Raises:
-            ModelError: If a trained variable is not in the original, or there are no averages.
+            ModelError: If a trained variable is not in the original, there are no averages, or
+                there is no such tensor.
+            UnsupportedError: If a tensor of ``outputs`` is inside a subgraph or a function.
 
         Example:
             >>> import numpy as np
@@ -206,9 +214,12 @@ class ModelFile:
             >>> plain = onnxruntime.InferenceSession(session.inference_model().SerializeToString())
             >>> plain.run(None, {"x": np.array([[4]], np.float32)})
             [array([[2.]], dtype=float32)]
+            >>> [len(session.inference_model(outputs=n).graph.initializer) for n in ("y", "x")]
+            [1, 0]
         """
         with finished_at_exit, self._loaded.lock:
-            return self.light_inference_model(original, ema=ema).attach()
+            result = self.light_inference_model(original, ema=ema)
+            return (result if outputs is None else keep_outputs(result, outputs)).attach()
 
     def light_inference_model(
         self, original: ModelLike | None = None, *, ema: bool = False

@@ -735,7 +735,11 @@ class TrainingSession:
 
     @_documented_by(ModelFile.inference_model)
     def inference_model(
-        self, original: ModelLike | None = None, *, ema: bool = False
+        self,
+        original: ModelLike | None = None,
+        *,
+        ema: bool = False,
+        outputs: str | Sequence[str] | None = None,
     ) -> onnx.ModelProto:
         """Returns the trained model, without anything that belongs to training."""
-        return self._file.inference_model(original, ema=ema)
+        return self._file.inference_model(original, ema=ema, outputs=outputs)
