@@ -28,6 +28,7 @@ from ortops.engine.training.gradients import Gradients
 from ortops.engine.training.history import History
 from ortops.engine.training.loaded_model import LoadedModel
 from ortops.engine.training.model_file import ModelFile
+from ortops.engine.training.modules import summary_of
 from ortops.engine.training.properties import Properties
 from ortops.engine.training.rebuilding import rebuilt
 from ortops.engine.training.sample_weights import ClassWeight, SampleWeight
@@ -270,6 +271,29 @@ class TrainingSession:
             updated together: w (1 element, in the graph)
         """
         return self._only(entry)._execution.report()
+
+    def summary(self) -> str:
+        """Returns the modules that have parameters as a table of at most 100 columns.
+
+        Each line has the shape of a module's output, the number of its parameters, and whether they
+        are trained, or why not. Modules are those in the names of parameters, or of the scopes that
+        exporters give to nodes. A weight that several nodes read is counted once. Running
+        statistics and other constants are no parameters; they are listed below, with the reason.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> print(examples.session().summary())
+            module  output     parameters  trained
+            w       [batch,1]           1  yes
+            1 parameters: 1 trained, 0 not trained
+        """
+        several = len(self._loaded.entries) > 1
+        trained = {
+            parameter: f"yes, by {name}" if several else "yes"
+            for name, session in self._by_entry().items()
+            for parameter in session._loaded.parameters()
+        }
+        return summary_of(self._loaded.light, trained)
 
     # ------------------------------------------------------------------------------- training
 
