@@ -286,3 +286,65 @@ def test_an_interrupted_recipe_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert again.session.steps_done == whole.session.steps_done == 6
     for name, array in whole.session.parameters.items():
         np.testing.assert_array_equal(array, again.session.parameters[name])
+
+
+# ---------------------------------------------------------------------------------- all weights
+
+
+@pytest.mark.slow
+def test_all_weights_are_trained_saved_and_resumed(tmp_path: Path) -> None:
+    base = llama.write(tmp_path / "base", layers=1)
+    rows = [[65, 66, 67, 68, 256], [70, 71, 72, 256]]
+    settings: dict[str, Any] = {"batch_size": 1, "progress": False}
+    whole = FineTuning(base, None, learning_rate=1e-2)
+    history = whole.fit(rows, 10, **settings)
+    assert history[-1]["loss"] < 0.1 < history[0]["loss"]
+    weights = {each.name for each in onnx.load(base / "model.onnx").graph.initializer}
+    assert {"lm_head.MatMul.weight", "model.embed_tokens.weight"} <= {*whole.session.parameters}
+    assert {*whole.session.parameters} <= weights
+    part, saved = FineTuning(base, None, learning_rate=1e-2), tmp_path / "tuned"
+    assert part.generate([65], max_new_tokens=4) != [66, 67, 68]
+    part.fit(rows, 5, save=saved, **settings)
+    assert not (saved / "adapter.onnx_adapter").exists()
+    again = FineTuning.load(saved)
+    again.fit(rows, 10, save=saved, resume=True, **settings)
+    for name, array in whole.session.parameters.items():
+        np.testing.assert_array_equal(array, again.session.parameters[name])
+    assert again.generate([65], max_new_tokens=4) == [66, 67, 68]
+    again.save(tmp_path / "merged", merged=True)
+    feeds = {"input_ids": np.array([rows[0]]), "attention_mask": np.ones((1, 5), np.int64)}
+    logits = []
+    for folder in (saved, tmp_path / "merged"):
+        session = ortops.InferenceSession(folder / "model.onnx")
+        for value in session.get_inputs():
+            if value.name.startswith("past"):
+                shape = (1, llama.PAIRS, 0, llama.SIZE)
+                feeds[value.name] = np.zeros(shape, np.float32)
+        logits.append(session.run(["logits"], feeds)[0])
+        assert logits[-1][0, :4].argmax(-1).tolist() == rows[0][1:]
+    np.testing.assert_array_equal(*logits)
+    assert not (tmp_path / "merged" / "training.state").exists()
+    adapter = FineTuning(base, 1)
+    adapter.save(tmp_path / "adapter")
+    with pytest.raises(ArgumentError, match="folder must not have an adapter if rank=None"):
+        again.save(tmp_path / "adapter")
+
+
+def test_all_weights_are_refused_with_what_needs_an_adapter(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given, message in (
+        ({"targets": ["hidden"]}, "targets must be left out if rank=None trains all weights, got"),
+        ({"dropout": 0.5}, "dropout must be left out if rank=None trains all weights, got 0.5"),
+        ({"loss": "DPO"}, "loss must be NextToken if rank=None, as the reference of DPO is"),
+    ):
+        with pytest.raises(ArgumentError, match=re.escape(message)):
+            FineTuning(folder, None, **given)
+    base = llama.write(tmp_path / "int4", bits=4, layers=1)
+    with pytest.raises(ortops.UnsupportedError, match=r"but '.*' is UINT8, read by MatMulNBits"):
+        FineTuning(base, None)
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    words = ["tune", str(folder), str(tmp_path / "rows.jsonl"), "--quiet", "--rank", "none"]
+    assert main([*words, "--save", str(tmp_path / "tuned"), "--max-steps", "1"]) == 0
+    tuned = FineTuning.load(tmp_path / "tuned").session
+    assert {*tuned.parameters} == {"embedding", "hidden.weight", "lm_head.weight"}

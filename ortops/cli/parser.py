@@ -236,7 +236,7 @@ _READ: dict[str, Any] = {
     "whole_number": _count,
     "number": _positive,
     "float": float,
-    "rank": _rank,
+    "rank": lambda text: text if text == "none" else _rank(text),
     "seed": _whole_number,
     "number or name": _entry,
 }

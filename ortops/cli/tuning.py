@@ -69,6 +69,7 @@ def _opened(
     if not continues:
         given = _given(options, TUNING) | _loss(options)
         given |= {} if rate is None else {"learning_rate": rate}
+        given |= {"rank": None} if options.rank == "none" else {}
         return FineTuning(folder, **_with_optimizer(given))
     again = {"learning_rate", *inspect.signature(FineTuning.load).parameters}
     for name in () if resumes else {**_given(options, TUNING), **_given(options, OF_LOSS)}:

@@ -21,15 +21,16 @@ from ortops._common.arguments import boolean, choice, whole_number
 from ortops._common.notes import notes_as_details
 from ortops._common.other_names import explains_arguments
 from ortops.engine.building.builder import build_light
+from ortops.engine.building.parameters import quantized
 from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.fit_options import checked_options, has_options
 from ortops.engine.training.history import History
 from ortops.engine.training.row_data import Division
 from ortops.engine.training.schedule_length import steps_left
 from ortops.engine.training.session import TrainingSession
-from ortops.errors import ArgumentError, ModelError
+from ortops.errors import ArgumentError, ModelError, UnsupportedError
 from ortops.graph.adapters import adapter_of
-from ortops.graph.convert import load_light
+from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.external import LightModel, move_aside
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.graph.files.opening import read_regular
@@ -90,7 +91,8 @@ class FineTuning:
             file in it. Of the folder, genai_config.json, config.json, tokenizer.json,
             tokenizer_config.json and the chat template are read, if they exist. Text needs the
             packages tokenizers and jinja2 (``pip install ortops[llm]``); token ids need neither.
-        rank: The rank of the adapter.
+        rank: The rank of the adapter; None to train all weights of the model instead, which must
+            not be quantized. `save` then writes no adapter, but the trained model.
         alpha: The numerator of the scaling, alpha / rank.
         targets: The layers to adapt, as for `ortops.lora.add`; by default all linear layers but
             lm_head, which computes the logits.
@@ -147,7 +149,7 @@ class FineTuning:
     def __init__(
         self,
         folder_or_file: str | os.PathLike[str],
-        rank: int = 8,
+        rank: int | None = 8,
         alpha: float = 16,
         targets: str | Sequence[str] | None = None,
         learning_rate: float | Schedule = RATE,
@@ -555,16 +557,17 @@ def _saved(folder: Folder, files: SeveralFiles | None) -> tuple[LightModel, dict
     Returns:
         The model, and the initial values of its adapter.
     """
-    if files is not None:
-        trainable = _saved_training(folder.path / TRAINING)
+    model, state = load_light(folder.model), folder.path / TRAINING
+    is_adapted = adapter_of(model.proto.metadata_props) is not None
+    if files is not None or (state.is_file() and not is_adapted):
+        trainable = _saved_training(state)
         return trainable, _adapter_values(trainable)
-    model = load_light(folder.model)
-    if adapter_of(model.proto.metadata_props) is None:
+    if not is_adapted:
         raise ModelError(
             f"folder '{folder.path}': its model has no adapter; begin with "
             "ortops.llm.FineTuning(folder)"
         )
-    initial, state = _adapter_values(model), folder.path / TRAINING
+    initial = _adapter_values(model)
     if state.is_file():
         return _filled(state, model), initial
     # The training begins again, from the adapter.
@@ -587,12 +590,34 @@ def _adapted(
             "ortops.llm.FineTuning.load, or merge it with ortops.lora.merge"
         )
     adapter = given["adapter"]
+    if given["rank"] is None:
+        _refuse_adapter(model, given)
+        return model
     if adapter is not None and Path(adapter).is_dir():
         return move_aside(with_peft(read_base(model), adapter))
     chosen = {"targets": "all-linear"} if given["targets"] is None else {}
     settings = {name: given[name] for name in _OF_ADAPTER} | chosen
     model = move_aside(adapted(read_base(model), **settings))
     return model if adapter is None else with_adapter(model, adapter)
+
+
+def _refuse_adapter(model: LightModel, given: Mapping[str, Any]) -> None:
+    """Rejects what only an adapter has, and weights that cannot be trained themselves."""
+    for name in ("targets", "adapter", "dropout", "rslora", "rank_pattern", "alpha_pattern"):
+        if given[name] not in (None, TUNING[name].default):
+            raise ArgumentError(
+                f"{name} must be left out if rank=None trains all weights, got {given[name]!r:.80}"
+            )
+    if given["loss"] == "DPO" or isinstance(given["loss"], DPO):
+        raise ArgumentError(
+            "loss must be NextToken if rank=None, as the reference of DPO is the model without "
+            "its adapter, got DPO"
+        )
+    for name, why in quantized(to_ir(model).graph.initializers.values()).items():
+        raise UnsupportedError(
+            f"rank=None trains all weights, but '{name}' {why}: give a rank, for an adapter beside "
+            "quantized weights, or a folder in floating point"
+        )
 
 
 def _rewards(session: TrainingSession, pairs: Iterable[Mapping[str, Any]]) -> dict[str, float]:
