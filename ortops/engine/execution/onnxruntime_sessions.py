@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortops._common.arguments import choice
-from ortops.engine.execution.memory import DeviceArray, Memory, device_of, ort_value
+from ortops.engine.execution.memory import Device, DeviceArray, Memory, device_of, ort_value
 from ortops.engine.execution.placement import RECORDS, name_nodes
 from ortops.engine.execution.providers import CPU, CUDA, WEBGPU, Provider
 from ortops.engine.execution.settings import Settings
@@ -209,6 +209,14 @@ def inputs_elsewhere(
         for name, memory in memories.items()
         if not known or (name in here) != (not isinstance(memory, DeviceArray) or memory.is_here)
     ]
+
+
+def outputs_on(device: Device, session: onnxruntime.InferenceSession) -> set[str]:
+    """Returns the outputs that a session computes in the memory of a device, as far as is known."""
+    if not hasattr(session, "get_output_memory_infos"):  # before onnxruntime 1.23
+        return set()
+    pairs = zip(session.get_outputs(), session.get_output_memory_infos(), strict=True)
+    return {value.name for value, info in pairs if info.name != "Cpu" or device.kind == "cpu"}
 
 
 def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.SessionOptions:
