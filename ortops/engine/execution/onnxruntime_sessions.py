@@ -12,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortops._common.arguments import choice
+from ortops._common.cores import session_threads
 from ortops.engine.execution.memory import Device, DeviceArray, Memory, device_of, ort_value
 from ortops.engine.execution.placement import RECORDS, name_nodes
 from ortops.engine.execution.providers import CPU, CUDA, WEBGPU, Provider
@@ -134,6 +135,7 @@ class Sessions:
         elif options is None:
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 3  # warnings about a graph of ortops help nobody
+            options.intra_op_num_threads = session_threads()
             if self._save_memory:  # memory reserved for a much later node is never returned
                 options.enable_mem_reuse = False
             options.enable_mem_pattern = (
