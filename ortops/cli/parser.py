@@ -352,7 +352,7 @@ def _add_list(
 
 
 def _add_providers(group: argparse._ActionsContainer) -> None:
-    about = "where to train, such as webgpu or CUDAExecutionProvider (default: the CPU)"
+    about = "where to train, such as cuda or webgpu (default: the CPU)"
     _add_list(group, "--providers", "NAME", about)
 
 

@@ -362,10 +362,15 @@ class JoinedSteps(Steps):
         self,
         feeds: Mapping[str, Array],
         outputs: Sequence[str] | None,
-        note: Callable[[Mapping[str, Array]], object] | None = None,
+        note: Callable[[Mapping[str, Any]], object] | None = None,
         count: int | None = None,
-    ) -> dict[str, Array]:
-        """Makes a step; ``count`` is the number of rows that count, by default all of them."""
+        *,
+        stay: bool = False,
+    ) -> dict[str, Any]:
+        """Makes a step; ``count`` is the number of rows that count, by default all of them.
+
+        Gradients are added up in the CPU's memory, so that no output stays on a device.
+        """
 
         def reduce(gradients: Gradients) -> None:
             self._all_reduce(gradients, rows(feeds) if count is None else count)

@@ -336,14 +336,18 @@ class Execution:
         self,
         feeds: Mapping[str, Array],
         wanted: Sequence[str] | None,
-        note: Callable[[Mapping[str, Array]], object] | None = None,
-    ) -> dict[str, Array]:
+        note: Callable[[Mapping[str, Any]], object] | None = None,
+        *,
+        stay: bool = False,
+    ) -> dict[str, Any]:
         """Makes one step.
 
         Args:
             feeds: The batch, checked.
             wanted: The outputs to return, possibly with varying counts; all outputs by default.
             note: A function to call with the outputs before the variables change.
+            stay: Whether outputs that are computed on a device are returned in its memory, which
+                `fetch` reads when they are needed, so that the step does not wait for them.
 
         Raises:
             KernelError: If a run failed. No variable has changed, unless an update in place failed.
@@ -359,7 +363,7 @@ class Execution:
         shapes = _shapes(feeds)
         bindings = {number: self._parts[number].whole(shapes) for number in self._chosen}
         if not self._in_backward:
-            return self._run(bindings, feeds, wanted, note)
+            return self._run(bindings, feeds, wanted, note, stay=stay)
         shown: dict[str, Array] = {}  # the run itself changes variables
         self.variables.change(lambda: shown.update(self._run(bindings, feeds, wanted, note)))
         return shown
@@ -375,19 +379,21 @@ class Execution:
         bindings: Mapping[int, Binding],
         feeds: Mapping[str, Memory],
         wanted: Sequence[str],
-        note: Callable[[Mapping[str, Array]], object] | None = None,
-    ) -> dict[str, Array]:
+        note: Callable[[Mapping[str, Any]], object] | None = None,
+        *,
+        stay: bool = False,
+    ) -> dict[str, Any]:
         """Runs the parts of a step; returns the outputs."""
         begin = time.perf_counter()
         turns, made = self.variables.position
         new_turns = list(turns)
-        shown: dict[str, Array] = {}
+        shown: dict[str, Any] = {}
         last = list(bindings)[-1]
         for number, part in bindings.items():
             given = {**feeds, **self._parts[number].foreign_values(new_turns)}
             labels = self._labels[number]
             own = [name for name in part.shown if labels.get(name, name) in wanted]
-            found = part.differentiate(given, own)
+            found = part.differentiate(given, own, stay=stay)
             shown |= {labels.get(name, name): array for name, array in found.items()}
             new_turns[number] = 1 - turns[number]
             if number != last:
@@ -413,6 +419,11 @@ class Execution:
             finish()
         else:
             self.variables.change(finish)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether variables have the memory of a device."""
+        return self._sessions.device is not None
 
     def computes(self, name: str) -> bool:
         """Whether a step computes a tensor, so that `show` can make it an output."""

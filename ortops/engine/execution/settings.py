@@ -6,11 +6,11 @@ The defaults were the fastest in measurements.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ortops._common.cores import usable_cores
 from ortops.engine.execution.memory import Device
 from ortops.errors import ArgumentError, did_you_mean
 from ortops.graph.passes import passes_for
@@ -18,11 +18,6 @@ from ortops.graph.passes.draft import Pass
 
 _SHOWN = 6
 """How many names a line of a report has."""
-
-
-def _cores() -> int:
-    known = hasattr(os, "sched_getaffinity")  # only on some systems
-    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class Settings:
     passed: int = 2**22
     early: int = 2**15
     shapes: int = 2
-    threads: int = field(default_factory=_cores)
+    threads: int = field(default_factory=usable_cores)
     spin: int | None = 20
     compiled_after: tuple[int, float] = (10, 2.0)
     compiled_share: float = 0.05
