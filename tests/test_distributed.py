@@ -1025,7 +1025,7 @@ ENDS = {"kill": 3, "raise": 3, "interrupt": 5, "terminate": 5, "terminate in an 
 """How one of the processes dies, and the steps in the file that it leaves."""
 
 
-@pytest.mark.nightly(2)
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.needs("mpi4py>=4.1")
 @pytest.mark.parametrize("how", ENDS)
