@@ -100,7 +100,7 @@ def test_every_optimizer(name: str, way: str) -> None:
     assert TrainingSession(model, kernels="onnx").compilable == ()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["SGD", "Momentum", "Adam", "Lion"])
 def test_float64(name: str, way: str) -> None:
@@ -139,7 +139,7 @@ def test_groups_schedule_clipping_decay_and_averages(way: str) -> None:
     assert {"w1", "b1", "w1.ema", "b1.ema"} <= set(session.compiled)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_some_updates_stay_standard(way: str) -> None:
     model = build(classifier(hidden=64), optimizers.Custom(softened, learning_rate=0.1))
@@ -147,7 +147,7 @@ def test_some_updates_stay_standard(way: str) -> None:
     assert set(session.compiled) == {"b1", "b1.V"}
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["Momentum", "Adam"])
 def test_gradients_that_are_fed(name: str, way: str) -> None:
@@ -164,7 +164,7 @@ def test_dropout(way: str) -> None:
     assert_same_steps(build(classifier(dropout=0.5), "Adam"), batches() * 2, WAYS[way])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_sizes_of_batches_and_recomputed_activations(way: str) -> None:
     feeds = [labelled((6,), rows=rows) for rows in (8, 5, 8, 3, 8, 5, 1)]
@@ -269,7 +269,7 @@ def test_other_ways_to_train(train: Callable[[TrainingSession], None], way: str)
         assert {"w1", "w1.V", "b1"} <= set(session.compiled) or (at_once and change > 1)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_files_and_resuming(way: str, tmp_path: Path) -> None:
     model = build(classifier(), "Adam")

@@ -343,6 +343,7 @@ def test_all_ways_of_making_steps_agree(way: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=ROUNDING)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("overflows", [False, True])
 def test_parameters_of_16_bits(overflows: bool) -> None:
     """Gradients that overflow in one rank skip the step in all."""
@@ -728,6 +729,7 @@ def test_parts_that_do_not_add_up_are_refused() -> None:
         fit_joined(model, data, batch_size=8, shuffle=False)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loss_that_is_no_number_ends_all(accumulate: int) -> None:
     """In the rank whose rows have it, and in the other."""
@@ -782,7 +784,7 @@ def raised_in_all(work: Callable[[Thread], object], size: int = 2) -> list[str]:
     return said
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", ["epochs", "batch_size", "shuffle", "seed", "accumulate", "rows of data"]
 )
@@ -830,7 +832,7 @@ def test_other_batches_are_refused(
         assert part in said
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("way", ["step", "fit", "in fit"])
 def test_variables_set_in_one_rank_are_refused(rank: int, way: str) -> None:
@@ -1123,7 +1125,7 @@ ENDS = {"kill": 3, "raise": 3, "interrupt": 5, "terminate": 5, "terminate in an 
 """How one of the processes dies, and the steps in the file that it leaves."""
 
 
-@pytest.mark.nightly(2)
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.needs("mpi4py>=4.1")
 @pytest.mark.parametrize("how", ENDS)
@@ -1337,6 +1339,7 @@ def test_a_long_wait_is_said_once(
     assert said.startswith("join: rank 1 has waited for the other ranks for 80 s; if one of them ")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", True])
 def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
     session = TrainingSession(build(classifier()))

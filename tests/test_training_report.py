@@ -184,6 +184,7 @@ def test_entries() -> None:
         session.report(entry="nothing")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("make", ["small", "large", "convolutional", "device"])
 def test_it_builds_nothing(make: str, stepped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
