@@ -172,7 +172,7 @@ def test_a_fixed_batch_size() -> None:
     assert_same_arrays(dict(session.state), before)
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("progress", [False, True])
 @pytest.mark.parametrize(
     ("data", "settings", "message"),
@@ -247,6 +247,7 @@ def test_batch_sizes_that_are_no_counts(size: Any) -> None:
     assert_same_arrays(dict(session.state), before)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

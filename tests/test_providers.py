@@ -185,7 +185,7 @@ def test_state_is_set_and_reset(
     assert_same_arrays(by_name(device), by_name(TrainingSession(model)))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 def test_a_step_moves_no_variable(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings, moved: list[str]
 ) -> None:
@@ -200,7 +200,7 @@ def test_a_step_moves_no_variable(
     assert moved == ["fetch"]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_large_models_are_updated_in_place(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]],
 ) -> None:
@@ -216,6 +216,7 @@ def test_large_models_are_updated_in_place(
         assert set(tensors.values()) == {in_place}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("settings", [ON_DEVICE, IN_PLACE], ids=["one run", "in place"])
 def test_small_variables_of_a_device_are_updated_together(settings: Settings) -> None:
     """By one formula, which takes a square root; a large variable by itself."""

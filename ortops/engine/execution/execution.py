@@ -37,14 +37,12 @@ from ortops.engine.execution.settings import SessionReport, Settings
 from ortops.engine.execution.split_step import Differentiated
 from ortops.engine.execution.step import Step
 from ortops.engine.execution.template import Template
+from ortops.engine.execution.trial import choose
 from ortops.engine.execution.variables import Variables
 from ortops.engine.execution.variant import Binding
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.graph.autodiff.registry import Rules
 from ortops.graph.passes.rematerialization import Checkpoint, check, computed_names
-
-_COMPILED_CALL = 2e-5  # seconds: a call of an update that is not part of the gradient graph
-_COMPILED_SHARE = 0.03  # of a step, from which on making its graph anew is worthwhile
 
 logger = logging.getLogger("ortops")
 
@@ -215,6 +213,7 @@ class Execution:
         device = self._sessions.device
         return SessionReport(
             kernels="compiled" if compiled else self._sessions.kernels,
+            choice=self._shared.choice,
             compiled=compiled,
             packed=tuple(packed for part in parts for packed in part.template.report()),
             in_place=tuple(name for name, is_one in in_place.items() if is_one),
@@ -250,23 +249,31 @@ class Execution:
             self.variables.change(self._compile_updates)
 
     def _compile_updates(self) -> None:
+        shared, sessions = self._shared, self._sessions
         if not has_compiler():
-            logger.debug("kernels: updates are not compiled, because llvmlite is not installed")
+            shared.choice = "llvmlite is not installed"
+            logger.debug("kernels: updates are not compiled, because %s", shared.choice)
             return
-        saved = self._sessions.settings.saved
-        least = _COMPILED_CALL + _COMPILED_SHARE * self._shared.seconds / max(1, self._shared.steps)
+        found = [part.template.compilable() for part in self._parts]
+        if not any(found):
+            shared.choice = "none can be compiled"
+            return
+        step = max(1e-6, shared.seconds) / max(1, shared.steps)
         try:
+            faster, shared.choice = choose(found, step, sessions)
             for turn, part in zip(self.variables.position[0], self._parts, strict=True):
-                size = sum(p.group.size for p in part.template.packed if p.joined)
-                if size and saved * size < least:  # it would not be faster
-                    continue
-                if part.template.compile_updates(turn):
+                template = part.template
+                only = {packed: each for packed, each in found.pop(0).items() if packed in faster}
+                if only and template.compile_updates(turn, only=only):
                     self._take_packed()
                     part.forget()
         except Exception as error:  # exceptions of llvmlite, and its library's
             _warn_not_compiled(f"{error}")
         if self.compiled:
-            self._log_compiled(logging.INFO, f" from now on, after {self._shared.steps} steps")
+            when = f" from now on, after {shared.steps} steps, because {shared.choice}"
+            self._log_compiled(logging.INFO, when)
+        elif shared.choice:
+            logger.info("kernels: updates are not compiled, because %s", shared.choice)
 
     @property
     def steps_made(self) -> int:
@@ -559,11 +566,13 @@ class _Shared:
 
     Attributes:
         compiles_later: Whether updates may be compiled after some steps, and are not yet.
+        choice: Why updates were compiled or were not.
         steps: The number of steps in this process, each made in a run of its own.
         seconds: How long they have taken.
     """
 
     compiles_later: bool
+    choice: str = ""
     steps: int = 0
     seconds: float = 0.0
 
