@@ -289,9 +289,9 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         callbacks: Callbacks, see `ortops.callbacks`.
         warm_start: Whether `fit` continues the previous training, with the current learning rate,
             epochs, batch size and callbacks; the parameters of the algorithm have to stay.
-        early_stopping: Whether `fit` sets rows aside, stops when the accuracy on them has not risen by 1e-4
-            for 10 epochs, and restores the best epoch; as in scikit-learn's MLPClassifier
-            (and with rows of each class).
+        early_stopping: Whether `fit` sets rows of each class aside, stops when the accuracy on them
+            has not risen by 1e-4 for 10 epochs, and restores the best epoch; as in scikit-learn's
+            MLPClassifier.
         validation_fraction: The fraction of the rows that are then set aside.
         progress: Whether to show progress.
         classes: The labels in the order of the model's outputs; by default the sorted labels that
