@@ -90,9 +90,8 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
                 )
             self._weight = "sample_weight"
             loss = replace(loss, sample_weight=self._weight)
-        self._seed = self.random_state
-        if integer(self._seed) is None:
-            self._seed = check_random_state(self._seed).randint(2**31 - 1)
+        seed, draw = integer(self.random_state), check_random_state
+        self._seed = draw(self.random_state).randint(2**31 - 1) if seed is None else seed
         model = self.model(features, outputs) if callable(self.model) else self.model
         trainable = build_training_model(
             model,
