@@ -22,7 +22,13 @@ from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.serialization import to_proto
 from ortops.llm.examples import IGNORED
 from ortops.llm.folder import GENAI_CONFIG, Folder, open_folder, refuse_norms
-from ortops.llm.graphs import is_pruned, refuse_experts, without_pruning
+from ortops.llm.graphs import (
+    is_pruned,
+    may_see_later_tokens,
+    refuse_experts,
+    refuse_others,
+    without_pruning,
+)
 from ortops.llm.tuning import FineTuning, peak_memory
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.targets import chosen
@@ -168,6 +174,7 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
     if is_pruned(light):
         report.said.append("the file computes the logits of the last token only; tuning, of all")
     try:
+        refuse_others(light.proto, folder)
         found = chosen(work, "all-linear")
         report.layers.update(Counter(target.module.rpartition(".")[2] for target in found))
         with quiet():
@@ -176,6 +183,8 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
             loss = NextToken(folder.logits, ignore_index=IGNORED)
             refuse_experts(model)
             report.problems.extend(check(model, loss=loss).problems)
+            if not report.problems and not folder.parts and may_see_later_tokens(light.proto):
+                FineTuning(folder.model, rank=1)  # which computes whether it does
     except OrtopsError as error:
         report.problems.append(str(error))
         return report
