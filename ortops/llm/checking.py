@@ -19,6 +19,7 @@ from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.graph.convert import load_light, to_ir
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.serialization import to_proto
 from ortops.llm.examples import IGNORED
 from ortops.llm.folder import GENAI_CONFIG, Folder, open_folder, refuse_norms
@@ -152,27 +153,7 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
     folder = open_folder(path)
     light = load_light(folder.model)
     work = to_ir(light)
-    graph = work.graph
-    names = [value.name or "" for value in graph.inputs if not value.is_initializer()]
-    caches = [name for name in names if name.startswith("past")]
-    floats = [v for v in graph.initializers.values() if v.dtype and v.dtype.is_floating_point()]
-    fixed = quantized(graph.initializers.values())
-    report = Report(
-        str(folder.path),
-        folder.model.relative_to(folder.path).as_posix(),
-        caches,
-        [name for name in names if name not in caches],
-        f"NextToken of output '{folder.logits}'",
-        weights=sum(_count(value) for value in floats),
-        quantized=len(fixed),
-    )
-    matrices = [v for v in floats if v.shape and len(v.shape) > 1 and not why_not(v)]
-    if fixed and not matrices:
-        report.said.append(
-            "without an adapter, only normalizations would be trained: all matrices are quantized"
-        )
-    if is_pruned(light):
-        report.said.append("the file computes the logits of the last token only; tuning, of all")
+    report = _described(folder, light, work)
     try:
         refuse_others(light.proto, folder)
         found = chosen(work, "all-linear")
@@ -202,6 +183,32 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
     except UnsupportedError as error:
         result.said.append(str(error))
         return result
+
+
+def _described(folder: Folder, light: LightModel, work: ir.Model) -> Report:
+    """Returns what a report says of the file, without training."""
+    graph = work.graph
+    names = [value.name or "" for value in graph.inputs if not value.is_initializer()]
+    caches = [name for name in names if name.startswith("past")]
+    floats = [v for v in graph.initializers.values() if v.dtype and v.dtype.is_floating_point()]
+    fixed = quantized(graph.initializers.values())
+    report = Report(
+        str(folder.path),
+        folder.model.relative_to(folder.path).as_posix(),
+        caches,
+        [name for name in names if name not in caches],
+        f"NextToken of output '{folder.logits}'",
+        weights=sum(_count(value) for value in floats),
+        quantized=len(fixed),
+    )
+    matrices = [v for v in floats if v.shape and len(v.shape) > 1 and not why_not(v)]
+    if fixed and not matrices:
+        report.said.append(
+            "without an adapter, only normalizations would be trained: all matrices are quantized"
+        )
+    if is_pruned(light):
+        report.said.append("the file computes the logits of the last token only; tuning, of all")
+    return report
 
 
 def _count(value: ir.Value) -> int:
