@@ -271,7 +271,7 @@ def test_schedules_need_numpy_alone() -> None:
 # ------------------------------------------------------------------------------------- in steps
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("name", EACH)
 def test_steps_follow_the_formula(name: str, joined: bool) -> None:
@@ -321,7 +321,7 @@ def test_a_training_follows_torchs_schedule(joined: bool) -> None:
         )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
 def test_a_step_graph_in_a_plain_session_follows_it(optimizer: Any, lowered: bool) -> None:
@@ -357,6 +357,7 @@ def test_a_step_graph_in_a_plain_session_follows_it(optimizer: Any, lowered: boo
         np.testing.assert_allclose(array, ours.state[name], rtol=2e-5, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["peak_learning_rate", "learning_rate"])
 def test_to_set_the_learning_rate_rescales(name: str) -> None:
     groups = {"b1": {"learning_rate": 0.05}}
@@ -430,6 +431,7 @@ def test_a_schedule_of_ones_own() -> None:
     assert flat.step(batch(0))["scheduled_learning_rate"] == np.float32(0.05)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", [np.int64, np.uint8])
 def test_counts_may_be_numpys(kind: Callable[[int], Any]) -> None:
     """As of lengths that numpy computed; where Tensors are divided they are floats as ever."""

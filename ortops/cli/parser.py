@@ -58,6 +58,7 @@ _EXAMPLES = {
     "export": """
         ortops export trained.onnx tuned.onnx --original model.onnx
         ortops export trained.onnx small.onnx --ema --quantize
+        ortops export trained.onnx encoder.onnx --outputs embedding
         ortops export adapted.onnx merged.onnx --merge-lora
         """,
     "export-step": """
@@ -281,7 +282,7 @@ def _add_check(command: _Command) -> None:
     parser.epilog = str(parser.epilog).replace(_EXIT, _EXIT_OF_CHECK)
     add("models", nargs="+", help="an .onnx file, a folder of them or of a language model, or -")
     add("--loss", help=_LOSS)
-    about = "names or patterns of the weights to train; may be repeated"
+    about = "names or patterns of the weights to train, or '!PATTERN' to exclude; may be repeated"
     add("--trainable", action="append", metavar="PATTERN", help=about)
     add("--batch-normalization", choices=("auto", "train", "frozen"), default="auto")
     _flag(parser, "--all", "list everything instead of a summary of long lists")
@@ -308,7 +309,10 @@ def _add_algorithm(parser: argparse.ArgumentParser) -> None:
         help="a number, or a schedule such as 'warmup_cosine(3e-4, steps=1000, warmup=100)'; with "
         "`train`, steps defaults to the number of updates",
     )
-    about = "which weights to train: their names, patterns, or scopes of nodes; may be repeated"
+    about = (
+        "which weights to train: their names, patterns, or scopes of nodes; '!PATTERN' excludes; "
+        "may be repeated"
+    )
     add("--trainable", action="append", metavar="PATTERN", help=about)
     about = "how to run BatchNormalization: with the statistics of each batch, or frozen"
     choices = ("auto", "train", "frozen")
@@ -348,7 +352,7 @@ def _add_list(
 
 
 def _add_providers(group: argparse._ActionsContainer) -> None:
-    about = "where to train, such as webgpu or CUDAExecutionProvider (default: the CPU)"
+    about = "where to train, such as cuda or webgpu (default: the CPU)"
     _add_list(group, "--providers", "NAME", about)
 
 
@@ -469,6 +473,8 @@ def _add_export(command: _Command) -> None:
     parser.add_argument("output", help=_OUTPUT)
     _option(parser, "--original", "FILE", "write the weights into a copy of this file")
     _flag(parser, "--ema", "export the averaged weights")
+    about = "write only what these tensors need, which are outputs or not (default: the outputs)"
+    _add_list(parser, "--outputs", "NAME", about)
     _flag(parser, "--merge-lora", "merge the adapter into the weights")
     about = "quantize weights to 8 bits with onnxruntime's dynamic quantization"
     _flag(parser, "--quantize", about)
@@ -532,7 +538,10 @@ def _add_lora(command: _Command) -> None:
     about = "the scaling's numerator (default: 16)"
     add.add_argument("--alpha", type=float, default=16.0, metavar="A", help=about)
     add.add_argument("--dropout", type=float, default=0.0, metavar="P", help=_DROPOUT)
-    about = "the layers to adapt, or all-linear: all but convolutions and the output layer"
+    about = (
+        "the layers to adapt, or all-linear: all but convolutions and the output layer; '!PATTERN' "
+        "excludes"
+    )
     _add_list(add, "--targets", "PATTERN", f"{about} (default: all)")
     merge = action("merge", "merge an adapter into the weights")
     merge.add_argument("model", help="an .onnx file with an adapter, trainable or not")

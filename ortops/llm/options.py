@@ -30,7 +30,9 @@ def _one_of(*options: str) -> Any:
 FIRST_OPTIONS: Mapping[str, Option] = {
     "rank": Option(8, "of the adapter (default: 8), or none: train all weights", "N", reads="rank"),
     "alpha": Option(16, "the scaling's numerator (default: 16)", **_FLOAT),
-    "targets": Option(None, "layers (default: all linear ones but lm_head)", "NAME", several=True),
+    "targets": Option(
+        None, "layers, or !NAME (default: all linear ones but lm_head)", "NAME", several=True
+    ),
     "learning_rate": Option(2e-4, "or a schedule, as 'cosine(2e-4, warmup=0.1)'", "RATE"),
     "recompute": Option(None, "keep N activations, or sqrt for few", "N", reads="number or name"),
     "adapter": Option(None, "begin with this one: PEFT's folder or an .onnx_adapter file", "PATH"),
