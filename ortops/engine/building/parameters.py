@@ -599,7 +599,7 @@ def _is_constant(value: ir.Value | None) -> bool:
 def _untied(trained: Mapping[str, ir.Value]) -> list[str]:
     """Returns messages about equal matrices, which were probably one tied weight before export."""
     alike: dict[object, list[tuple[str, ir.TensorProtocol]]] = {}
-    said = []
+    copies: dict[str, dict[str, str]] = {}
     for name, value in trained.items():
         tensor = value.const_value
         shape = () if tensor is None else tuple(tensor.shape.numpy())
@@ -613,14 +613,16 @@ def _untied(trained: Mapping[str, ir.Value]) -> list[str]:
             one, array = given.numpy(), tensor.numpy()
             if _same(one, array) or _same(one, array.T):
                 how = "copy" if _same(one, array) else "transposed copy"
-                said.append(
-                    f"'{name}' is a {how} of '{other}', as if a tied weight was exported twice; "
-                    "the two are trained independently"
-                )
+                copies.setdefault(other, {})[name] = f"'{name}' is a {how} of '{other}'"
                 break
         else:
             alike[key].append((name, tensor))
-    return said
+    return [
+        f"{', '.join(found.values())}, as if a tied weight was exported {len(found) + 1} times; "
+        f"they are trained independently, unless ortops.surgery.tie(model, {[other, *found]}) "
+        "makes them one"
+        for other, found in copies.items()
+    ]
 
 
 def _same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
