@@ -235,7 +235,7 @@ def open_session(
         chosen = draw.recompute
         settings[RECOMPUTE] = [*chosen] if isinstance(chosen, tuple) else chosen
     if draw.kernels == "auto":  # compiled in the middle of training
-        settings["settings"] = Settings(compiled_after=(2, 0.0), saved=1.0)
+        settings["settings"] = Settings(compiled_after=(2, 0.0), compiled_share=-1.0)
     if draw.in_backward:  # also of models and weights that are too small for it to pay
         settings |= {
             "optimizer_in_backward": in_backward,

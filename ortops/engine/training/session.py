@@ -22,7 +22,7 @@ from ortops.engine.training.constants import Constants
 from ortops.engine.training.data import Data
 from ortops.engine.training.evaluation import Evaluator
 from ortops.engine.training.feeds import Feeds, Inputs
-from ortops.engine.training.fit_options import FitOptions, has_fit_options, with_defaults
+from ortops.engine.training.fit_options import FitOptions, has_options, with_defaults
 from ortops.engine.training.fitting import Fitting
 from ortops.engine.training.gradients import Gradients
 from ortops.engine.training.history import History
@@ -330,7 +330,7 @@ class TrainingSession:
         return self._only(entry)._steps.run_steps(batches)
 
     @explains_arguments(**ARGUMENTS_OF_FIT)
-    @has_fit_options
+    @has_options(FitOptions)
     @_documented_by(Fitting.fit)
     def fit(self, data: Data, **options: Unpack[FitOptions]) -> History:
         """Trains on a data set."""
