@@ -62,7 +62,7 @@ PACKAGES = {
         "test_gradient test_expansion test_official_cases test_lower test_rules_registry "
         "test_rules_control_flow test_rules_sequence test_rules_elementwise test_scale "
         "test_flex_attention test_tensor test_float_types test_onnx_node_cases test_masked_rows "
-        "test_passes",
+        "test_passes test_cotangents",
     ),
     "graph": package(
         "graph",
@@ -150,7 +150,7 @@ PACKAGES = {
     "derivatives": package(
         "derivatives",
         "test_derivatives test_derivatives_others test_per_sample test_vmap test_casadi "
-        "test_function* reliability/test_functions",
+        "test_function* test_cotangents reliability/test_functions",
     ),
     "conformance": package("conformance", "test_conformance test_conformance_peers"),
     "reference": package("reference", "test_reference test_conformance test_flex_attention"),
@@ -159,7 +159,7 @@ PACKAGES = {
         "test_cli test_check test_summary test_cli_data test_llm test_lora test_export_step "
         "test_weights_names test_surgery",
     ),
-    "distributed": package("distributed", "test_distributed reliability/test_fork"),
+    "distributed": package("distributed", "test_distributed* reliability/test_fork"),
     "attribution": package("attribution.py", "test_attribution"),
     "sklearn": package("sklearn.py", "test_sklearn_estimators"),
     "_common": package(

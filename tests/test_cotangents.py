@@ -250,6 +250,22 @@ def test_a_trainable_file_has_its_own_loss(make: Any, tmp_path: Path) -> None:
     assert list(again) == ["logits", "loss", "d_loss_d_x"]
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_external_data_stay_in_their_file(own: bool, tmp_path: Path) -> None:
+    model, data = classifier(hidden=64), labelled((6,), rows=4)
+    expected = both(gradient, model, data, loss="SoftmaxCrossEntropy")
+    if own:
+        model = build_training_model(model, loss="SoftmaxCrossEntropy", optimizer="Adam")
+    places = {"location": "model.data", "size_threshold": 16}
+    onnx.save(model, tmp_path / "model.onnx", save_as_external_data=True, **places)
+    made = gradient(tmp_path / "model.onnx", loss=True if own else "SoftmaxCrossEntropy")
+    tensors = [tensor for tensor in made.graph.initializer if tensor.name in ("w1", "w2", "b1")]
+    assert [tensor.data_location for tensor in tensors] == [TensorProto.EXTERNAL] * 3
+    ortops.save_model(made, tmp_path / "made.onnx")
+    for name, array in outputs(tmp_path / "made.onnx", data).items():  # type: ignore[arg-type]
+        np.testing.assert_allclose(array, expected[name], rtol=1e-6, err_msg=name)
+
+
 def test_losses_with_inputs_sums_and_adapters() -> None:
     data = labelled((6,), rows=5) | {"weight": np.arange(5, dtype=np.float32)}
     loss = SoftmaxCrossEntropy(sample_weight="weight") + 0.5 * SoftmaxCrossEntropy()

@@ -14,6 +14,8 @@ from ortops.engine.trainable.step_graph import inference_with_loss
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.edit import values_of
+from ortops.graph.files import loading
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.tensor import Tape, Tensor
 from ortops.losses import LossLike
@@ -58,15 +60,15 @@ def model_with_loss(
     Returns:
         The model, the name of the loss, and the names of the inputs that the loss added.
     """
-    light = convert.load_light(model)
-    own = {value.name for value in light.proto.graph.input}
+    proto, folder = loading.load(model)
+    own = {value.name for value in proto.graph.input}
     if loss is True:
-        _refuse_several(entry_names(light.proto) if light.proto.training_info else [])
-        work, value = inference_with_loss(light)
+        _refuse_several(entry_names(proto) if proto.training_info else [])
+        work, value = inference_with_loss(LightModel(proto, {}), folder=folder)
         if value.name != _LOSS and _LOSS not in values_of(work.graph):
             value.name = _LOSS
     else:
-        work = normalize(convert.to_ir(light))
+        work = normalize(convert.to_ir(proto, folder))
         infer_computed_types(work)
         with Tape(work.graph) as tape:
             value = tape.output(emit_loss(tape, loss, inputs).value, _LOSS).value

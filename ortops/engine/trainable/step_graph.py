@@ -408,7 +408,9 @@ def _without_training_copies(graph: ir.Graph, metadata: TrainingMetadata) -> dic
     return values
 
 
-def inference_with_loss(light: LightModel, entry: int = 0) -> tuple[ir.Model, ir.Value]:
+def inference_with_loss(
+    light: LightModel, entry: int = 0, folder: Path | None = None
+) -> tuple[ir.Model, ir.Value]:
     """Returns the inference graph with the loss of an entry, in inference mode, and the loss.
 
     Unlike in `evaluation_model`, variables stay initializers, and the loss is one output, the last.
@@ -416,6 +418,7 @@ def inference_with_loss(light: LightModel, entry: int = 0) -> tuple[ir.Model, ir
     Args:
         light: A light trainable model; not changed.
         entry: The index of the training_info entry.
+        folder: The folder of its external data, which stay there.
 
     Raises:
         ModelError: If the entry has no loss, or is not valid.
@@ -425,7 +428,7 @@ def inference_with_loss(light: LightModel, entry: int = 0) -> tuple[ir.Model, ir
     updates = check_bindings(proto, entry)
     _check_algorithm(proto, entry)
     metadata = training_metadata(proto, entry)
-    model = normalize(convert.to_ir(_concatenate(light, entry), given_away=True))
+    model = normalize(convert.to_ir(_concatenate(light, entry), folder, given_away=True))
     infer_types(model)
     graph = model.graph
     outputs = [value.name for value in algorithm.output]
