@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ortops import callbacks, losses, metrics, optimizers, schedules
 from ortops.cli import configuration
 from ortops.cli.calls import make, read_call
@@ -21,6 +23,7 @@ from ortops.cli.streams import describe_stream, print_json, read_light_model, wr
 from ortops.data.rows import Column, select
 from ortops.data.wanted import DataFile, Wanted, row_axes_of, rows_of, wanted_inputs
 from ortops.engine.building.builder import build_light
+from ortops.engine.trainable.metadata import training_metadata
 from ortops.engine.training.fit_options import OPTIONS
 from ortops.engine.training.sample_weights import ClassWeight
 from ortops.engine.training.session import TrainingSession
@@ -42,6 +45,9 @@ _ALGORITHM = (
 
 _CLASS_WEIGHT = "class_weight"
 """The input of a loss that has weights of classes only."""
+
+_SAMPLE_WEIGHT = "sample_weight"
+"""The input of a loss that was built without weights of rows, once it takes some."""
 
 _REPLACED = ("--best", "--plot", "--write-config")
 
@@ -77,7 +83,8 @@ def train(options: argparse.Namespace) -> int:
     if trainable and not resumes and options.learning_rate is not None:
         session.peak_learning_rate = _number(options)
     before = session.steps_done
-    _fit(session, training, validation, options, save, resumes=resumes)
+    weighted = _adds_weights(model, options)
+    _fit(session, training, validation, options, save, resumes=resumes, weighted=weighted)
     if resumes and session.steps_done == before:
         say(
             f"the training in '{save}' is already finished; to train further, give a larger "
@@ -109,7 +116,7 @@ def _check_algorithm(
         if resumes:
             _check_same(model, options, save)
         else:
-            _refuse_algorithm(options)
+            _refuse_algorithm(model, options)
         return
     if resumes:
         raise OrtopsError(
@@ -144,6 +151,7 @@ def _fit(
     save: str,
     *,
     resumes: bool,
+    weighted: bool,
 ) -> None:
     if options.validate_every and not validation:
         raise OrtopsError("--validate-every: there are no data to validate; give --validation")
@@ -159,7 +167,7 @@ def _fit(
         "progress": not options.quiet,
         "callbacks": [*_callbacks(options, bool(validation)), checkpoint],
         "resume": resumes,
-        "sample_weight": None,  # a column that the loss reads
+        "sample_weight": _SAMPLE_WEIGHT if weighted else None,  # else the loss reads the column
     }
     try:
         session.fit(training, **given)
@@ -216,10 +224,14 @@ def evaluate(options: argparse.Namespace) -> int:
             )
         model = build_light(model, loss=_loss(options), optimizer="SGD")
     else:
-        for name in ("loss", "sample_weight"):
-            if getattr(options, name):
-                option = f"--{name.replace('_', '-')}"
-                raise OrtopsError(f"{option}: '{options.model}' already has a loss; omit {option}")
+        if options.loss:
+            raise OrtopsError(f"--loss: '{options.model}' already has a loss; omit --loss")
+        if options.sample_weight and not _adds_weights(model, options):
+            raise OrtopsError(
+                f"--sample-weight: the loss of '{options.model}' already has weights of rows; omit "
+                "--sample-weight"
+            )
+    weighted = _adds_weights(model, options)
     classes = read_classes(model.proto)
     data = read_given(options, options.data, _wanted_inputs(model, options), classes)
     found = TrainingSession(model, providers=options.providers).evaluate(
@@ -228,6 +240,7 @@ def evaluate(options: argparse.Namespace) -> int:
         metrics=[metric(text) for text in options.metrics or ()],
         ema=options.ema,
         class_weight=_class_weight(options),
+        sample_weight=_SAMPLE_WEIGHT if weighted else None,
     )
     if options.json:
         print_json(found)
@@ -274,9 +287,16 @@ def _require_loss(model: LightModel, options: argparse.Namespace) -> None:
         )
 
 
-def _refuse_algorithm(options: argparse.Namespace) -> None:
+def _adds_weights(model: LightModel, options: argparse.Namespace) -> bool:
+    """Whether a trainable file without weights of rows gets them by an option."""
+    weighted = training_metadata(model.proto).sample_weights
+    return bool(options.sample_weight and model.proto.training_info and not weighted)
+
+
+def _refuse_algorithm(model: LightModel, options: argparse.Namespace) -> None:
     """Rejects options that a trainable file already determines."""
-    given = [name for name in _given(options) if name != "learning_rate"]
+    chosen = ("learning_rate", *(["sample_weight"] if _adds_weights(model, options) else []))
+    given = [name for name in _given(options) if name not in chosen]
     if given:
         option = f"--{given[0].replace('_', '-')}"
         raise OrtopsError(
@@ -333,6 +353,10 @@ def _has_class_weight(options: argparse.Namespace) -> bool:
 def _wanted_inputs(model: LightModel, options: argparse.Namespace) -> list[Wanted]:
     """Returns the inputs that the data fill: not those of weights that come from classes only."""
     wanted = wanted_inputs(model.proto)
+    if _adds_weights(model, options):
+        wanted.append(Wanted(_SAMPLE_WEIGHT, np.dtype(np.float32), (None,), is_target=True))
+        column = f"{_SAMPLE_WEIGHT}={options.sample_weight}"
+        options.columns = list(dict.fromkeys([*(options.columns or ()), column]))
     if not _has_class_weight(options):
         return wanted
     return [each for each in wanted if each.name != _CLASS_WEIGHT]

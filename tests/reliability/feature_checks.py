@@ -549,13 +549,17 @@ def _check(draw: Draw, folder: Path) -> None:
     with unchanged(inference, source):
         trainable = models.build(draw, source)
     opened = models.with_second_entry(trainable) if draw.entries else trainable
+    weighted = opened
+    if draw.unweighted:
+        trainable = models.build(draw, source, unweighted=True)
+        opened = models.with_second_entry(trainable) if draw.entries else trainable
     given = given_as(draw.file, opened, folder / "given" / "trainable.onnx")
     data, held_out = models.arrays_of(draw), models.arrays_of(draw, 15 if draw.fixed else 7)
     copies = {name: array.copy() for name, array in data.items()}
     with unchanged(trainable, opened, given):
         run = train(draw, given, data, held_out, folder)
         same = draw.kernels in ("auto", "compiled")
-        plain = open_session(draw, opened, "onnx" if same else None, in_backward=False)
+        plain = open_session(draw, weighted, "onnx" if same else None, in_backward=False)
         expected = train_plainly(draw, plain, data, held_out)
         check_history(draw, run.history, expected)
         check_measured(draw, run.history, expected)

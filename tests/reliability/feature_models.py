@@ -358,15 +358,21 @@ def optimizer_of(draw: Draw) -> Any:
     return OPTIMIZERS[draw.optimizer](learning_rate=RATES[draw.rate](), **settings)
 
 
-def build(draw: Draw, source: Any) -> onnx.ModelProto:
-    """Returns the trainable model of a draw, given its inference model in any form."""
+def build(draw: Draw, source: Any, *, unweighted: bool = False) -> onnx.ModelProto:
+    """Returns the trainable model of a draw, given its inference model in any form.
+
+    Args:
+        draw: The draw.
+        source: The inference model.
+        unweighted: Whether its loss has no weights, although the draw has some.
+    """
     clipping: dict[str, Any] = {
         **({"clip_norm": 0.5} if draw.clip in ("norm", "both") else {}),
         **({"clip_value": 0.05} if draw.clip in ("value", "both") else {}),
     }
     result = ortops.build_training_model(
         source,
-        loss=loss_of(draw),
+        loss=LOSSES[draw.loss]() if unweighted else loss_of(draw),
         optimizer=optimizer_of(draw),
         trainable=["head*"] if draw.trainable == "some" else None,
         groups={"head*": {"learning_rate": 0.05}} if draw.groups else None,

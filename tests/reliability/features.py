@@ -81,6 +81,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
         *("weighted", "sum of losses", "sum of classes", "summed", "function"),
     ),
     "sample_weight": ("", "column", "array", "classes"),
+    "unweighted": (False, True),
     "entries": (False, True),
     "optimizer": tuple(OPTIMIZERS),
     "rate": (
@@ -131,6 +132,7 @@ class _Values:
         loss: The loss; see `feature_models.LOSSES`.
         sample_weight: How the loss gets weights of rows, "" for none: as a column of the data, or
             by an argument of fit, an array or weights of classes.
+        unweighted: Whether the file was built without weights of rows, which fit is given.
         entries: Whether the file has a second training_info entry, for the other weights. It makes
             no steps.
         optimizer: The optimizer.
@@ -236,6 +238,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "a loss function has no weights but those that it reads",
         lambda sample_weight, loss: bool(sample_weight) and loss == "function",
+    ),
+    Rule(
+        "a file without weights gets them by an argument",
+        lambda unweighted, sample_weight: unweighted and sample_weight not in ("array", "classes"),
+    ),
+    Rule(
+        "a file without weights evaluates, serves and exports its own loss",
+        lambda unweighted, also: unweighted and also != "",
+    ),
+    Rule(
+        "the held-out rows have a column for weights",
+        lambda unweighted, validation: unweighted and bool(validation),
     ),
     Rule(
         "an array of weights is for rows that are known in advance",

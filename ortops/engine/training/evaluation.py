@@ -403,7 +403,7 @@ class Evaluator:
                     f"train_metrics: the history has a number '{name}' already; give the metric "
                     "another name with name="
                 )
-            if not loaded.execution.computes(output):
+            if not loaded.ready().computes(output):
                 raise binding.metric.wrong(
                     f"train_metrics: a training step does not compute '{tensor}', as the loss does "
                     "not depend on it; name a tensor that the loss reads with output=, or leave "

@@ -80,10 +80,10 @@ class Fitting:
                 as with ``max_steps``. Earlier calls do not count; the validation at the end comes
                 in addition.
             sample_weight: A weight >= 0 for each row: an array [rows], or the name of a column of
-                the data. The loss needs an input for it, as
-                ``SoftmaxCrossEntropy(sample_weight="weight")`` has, and of a batch it is
-                Σ w · loss / Σ w (0 if Σ w is 0). Data may instead contain the weights under that
-                input's name; validation data only then have any, and rows without weights have 1.
+                the data. The loss of a batch is Σ w · loss / Σ w (0 if Σ w is 0); the loss in the
+                file stays as it is. If the loss was built with an input for weights, as
+                ``SoftmaxCrossEntropy(sample_weight="weight")`` is, data may instead contain them
+                under its name; validation data only then have any, and rows without weights have 1.
             class_weight: A weight for each class of the labels, as a dict (other classes have 1),
                 a list, or ``"balanced"``: rows / (classes · rows of the class). It multiplies the
                 weights of the rows for training, not for validation.
