@@ -54,7 +54,7 @@ from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
 from ortops.losses.preference import REWARD_MARGIN
 from ortops.metrics.metric import Array, Mean
 from ortops.optimizers import Adam
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 logger = logging.getLogger("ortops")
 
@@ -129,7 +129,7 @@ class FineTuning:
         rank: int = 8,
         alpha: float = 16,
         targets: str | Sequence[str] | None = None,
-        learning_rate: float | Schedule = 2e-4,
+        learning_rate: LearningRate = 2e-4,
         recompute: Checkpoint | None = None,
         adapter: str | os.PathLike[str] | None = None,
         *,
@@ -282,7 +282,7 @@ class FineTuning:
             >>> from ortops.llm import FineTuning
             >>> tuning = FineTuning("model", rank=2)  # doctest: +SKIP
             >>> history = tuning.fit(rows, epochs=2, progress=False)  # doctest: +SKIP
-            >>> history.columns["steps"]  # doctest: +SKIP
+            >>> history.history["steps"]  # doctest: +SKIP
             [1, 2]
         """
         batch_size = whole_number("batch_size", batch_size, 1)
@@ -609,7 +609,7 @@ class _Preferred(_Margin):
 def _trainable(
     model: LightModel,
     folder: Folder,
-    learning_rate: float | Schedule,
+    learning_rate: LearningRate,
     loss: NextToken | str | None,
     files: SeveralFiles | None = None,
 ) -> LightModel:
@@ -635,7 +635,7 @@ def _trainable(
     return result
 
 
-def _optimizer(learning_rate: float | Schedule) -> Adam:
+def _optimizer(learning_rate: LearningRate) -> Adam:
     """Returns PyTorch's Adam."""
     return Adam(learning_rate, beta=0.999, epsilon_after_correction=True)
 

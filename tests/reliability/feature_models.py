@@ -699,8 +699,11 @@ def batches_of(draw: Draw, arrays: Arrays, epoch: int, steps: int) -> list[Array
     if draw.shuffle and draw.has_rows:
         rows = len(next(iter(arrays.values())))
         places = np.random.default_rng((draw.seed, steps)).permutation(rows)
-        return cut(arrays, draw.batch_size, places)
-    batches = cut(arrays, draw.batch_size)
+        batches = cut(arrays, draw.batch_size, places)
+    else:
+        batches = cut(arrays, draw.batch_size)
+    if draw.drop_last:
+        del batches[len(next(iter(arrays.values()))) // draw.batch_size :]
     return rotated(batches, epoch) if draw.data == "generator of an epoch" else batches
 
 

@@ -149,6 +149,7 @@ class _Values:
         batch_size: Rows in a batch.
         epochs: Epochs.
         shuffle: Whether rows are shuffled.
+        drop_last: Whether a last batch of fewer rows is left out.
         prefetch: Batches that a thread reads ahead.
         accumulate: Batches that make one step.
         validation: The form of the validation data, "" for none.
@@ -294,6 +295,18 @@ RULES: tuple[Rule, ...] = (
         lambda sample_weight, loss: (
             sample_weight in ("array", "classes") and loss == "sum of classes"
         ),
+    ),
+    Rule(
+        "batches, and rows whose number is not known, have no last batch to leave out",
+        lambda drop_last, data: drop_last and data in (*BATCH_FORMS, "function of rows"),
+    ),
+    Rule(
+        "there is a batch with all of its rows",
+        lambda drop_last, batch_size: drop_last and batch_size > ROWS,
+    ),
+    Rule(
+        "the first data set of this check has as many rows as the second",
+        lambda drop_last, also: drop_last and also == "one big batch",
     ),
     Rule(
         "an iterator serves one epoch",

@@ -33,7 +33,7 @@ from ortops.graph.faults import disabled_optimizers
 from ortops.graph.files import external
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.row_axes import Pieces
-from ortops.metrics import Metric, StreamingMetric
+from ortops.metrics import Metrics, StreamingMetric
 from ortops.metrics.metric import as_number
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -246,7 +246,7 @@ class Evaluator:
         self,
         data: Data,
         batch_size: int,
-        metrics: str | Metric | Sequence[str | Metric],
+        metrics: Metrics,
         ema: bool,
         sample_weight: SampleWeight = None,
         class_weight: ClassWeight | None = None,

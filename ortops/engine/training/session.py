@@ -43,7 +43,7 @@ from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.passes.rematerialization import Checkpoint
 from ortops.losses import LossLike
-from ortops.metrics import Metric, StreamingMetric
+from ortops.metrics import Metrics, StreamingMetric
 from ortops.metrics.metric import direction
 from ortops.optimizers import Optimizer, UpdateRule
 
@@ -415,7 +415,7 @@ class TrainingSession:
         data: Data,
         *,
         batch_size: int = 256,
-        metrics: str | Metric | Sequence[str | Metric] = (),
+        metrics: Metrics = (),
         ema: bool = False,
         entry: int | str | None = None,
         sample_weight: SampleWeight = None,
