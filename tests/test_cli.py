@@ -161,7 +161,7 @@ def test_weights_of_rows_and_classes(folder, capsys):
     assert "--class-weight must be balanced, or a weight" in capsys.readouterr().err
     assert run("eval", "rows.onnx", "--data", "weighed.npz", "--sample-weight", "a") == 1
     assert (
-        "--sample-weight: the loss of 'rows.onnx' already has weights of rows"
+        "--sample-weight: 'rows.onnx' is trainable and already determines this"
         in capsys.readouterr().err
     )
 
@@ -188,7 +188,7 @@ def test_a_trainable_file_says_its_loss_itself(folder, capsys):
     assert run("build", "trainable.onnx", "again.onnx", "--loss", "SoftmaxCrossEntropy") == 1
     assert "'trainable.onnx' is already trainable" in capsys.readouterr().err
     assert run("eval", "trainable.onnx", *data, "--loss", "SoftmaxCrossEntropy") == 1
-    assert "already has a loss; omit --loss" in capsys.readouterr().err
+    assert "is trainable and already determines this; omit --loss" in capsys.readouterr().err
 
 
 def test_eval_of_a_model_without_training(folder, capsys):

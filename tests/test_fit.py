@@ -724,7 +724,7 @@ def test_drop_last_leaves_out_a_smaller_batch() -> None:
         for rows in (order[:4], order[4:]):
             expected.step({name: array[rows] for name, array in data.items()})
     assert_same_arrays(dict(session.state), dict(expected.state))
-    wrong = (([data], "got batches"), (affine_batch(3), "at least 4 rows, got 3 rows"))
+    wrong = (([data], "got batches"), (affine_batch(3), "needs 4 rows, got 3"))
     for given, message in wrong:
         with pytest.raises(FeedError, match=message):
             session.fit(given, drop_last=True, batch_size=4, progress=False)

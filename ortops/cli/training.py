@@ -23,7 +23,7 @@ from ortops.cli.streams import describe_stream, print_json, read_light_model, wr
 from ortops.data.rows import Column, select
 from ortops.data.wanted import DataFile, Wanted, row_axes_of, rows_of, wanted_inputs
 from ortops.engine.building.builder import build_light
-from ortops.engine.trainable.metadata import training_metadata
+from ortops.engine.trainable.metadata import TrainingMetadata, training_metadata
 from ortops.engine.training.fit_options import OPTIONS
 from ortops.engine.training.sample_weights import ClassWeight
 from ortops.engine.training.session import TrainingSession
@@ -83,8 +83,7 @@ def train(options: argparse.Namespace) -> int:
     if trainable and not resumes and options.learning_rate is not None:
         session.peak_learning_rate = _number(options)
     before = session.steps_done
-    weighted = _adds_weights(model, options)
-    _fit(session, training, validation, options, save, resumes=resumes, weighted=weighted)
+    _fit(session, training, validation, options, save, resumes=resumes)
     if resumes and session.steps_done == before:
         say(
             f"the training in '{save}' is already finished; to train further, give a larger "
@@ -151,7 +150,6 @@ def _fit(
     save: str,
     *,
     resumes: bool,
-    weighted: bool,
 ) -> None:
     if options.validate_every and not validation:
         raise OrtopsError("--validate-every: there are no data to validate; give --validation")
@@ -167,7 +165,7 @@ def _fit(
         "progress": not options.quiet,
         "callbacks": [*_callbacks(options, bool(validation)), checkpoint],
         "resume": resumes,
-        "sample_weight": _SAMPLE_WEIGHT if weighted else None,  # else the loss reads the column
+        "sample_weight": _added_weights(session.metadata, options),
     }
     try:
         session.fit(training, **given)
@@ -224,14 +222,7 @@ def evaluate(options: argparse.Namespace) -> int:
             )
         model = build_light(model, loss=_loss(options), optimizer="SGD")
     else:
-        if options.loss:
-            raise OrtopsError(f"--loss: '{options.model}' already has a loss; omit --loss")
-        if options.sample_weight and not _adds_weights(model, options):
-            raise OrtopsError(
-                f"--sample-weight: the loss of '{options.model}' already has weights of rows; omit "
-                "--sample-weight"
-            )
-    weighted = _adds_weights(model, options)
+        _refuse_algorithm(model, options)
     classes = read_classes(model.proto)
     data = read_given(options, options.data, _wanted_inputs(model, options), classes)
     found = TrainingSession(model, providers=options.providers).evaluate(
@@ -240,7 +231,7 @@ def evaluate(options: argparse.Namespace) -> int:
         metrics=[metric(text) for text in options.metrics or ()],
         ema=options.ema,
         class_weight=_class_weight(options),
-        sample_weight=_SAMPLE_WEIGHT if weighted else None,
+        sample_weight=_added_weights(training_metadata(model.proto), options),
     )
     if options.json:
         print_json(found)
@@ -287,15 +278,14 @@ def _require_loss(model: LightModel, options: argparse.Namespace) -> None:
         )
 
 
-def _adds_weights(model: LightModel, options: argparse.Namespace) -> bool:
-    """Whether a trainable file without weights of rows gets them by an option."""
-    weighted = training_metadata(model.proto).sample_weights
-    return bool(options.sample_weight and model.proto.training_info and not weighted)
+def _added_weights(metadata: TrainingMetadata, options: argparse.Namespace) -> str | None:
+    """Returns the input for the weights of rows if a file gets them that was built without."""
+    return _SAMPLE_WEIGHT if options.sample_weight and not metadata.sample_weights else None
 
 
 def _refuse_algorithm(model: LightModel, options: argparse.Namespace) -> None:
     """Rejects options that a trainable file already determines."""
-    chosen = ("learning_rate", *(["sample_weight"] if _adds_weights(model, options) else []))
+    chosen = ("learning_rate", _added_weights(training_metadata(model.proto), options))
     given = [name for name in _given(options) if name not in chosen]
     if given:
         option = f"--{given[0].replace('_', '-')}"
@@ -307,7 +297,7 @@ def _refuse_algorithm(model: LightModel, options: argparse.Namespace) -> None:
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the options that define the training algorithm."""
-    found = {name: getattr(options, name) for name in _ALGORITHM}
+    found = {name: getattr(options, name, None) for name in _ALGORITHM}  # `eval` has some
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -353,7 +343,7 @@ def _has_class_weight(options: argparse.Namespace) -> bool:
 def _wanted_inputs(model: LightModel, options: argparse.Namespace) -> list[Wanted]:
     """Returns the inputs that the data fill: not those of weights that come from classes only."""
     wanted = wanted_inputs(model.proto)
-    if _adds_weights(model, options):
+    if _added_weights(training_metadata(model.proto), options):
         wanted.append(Wanted(_SAMPLE_WEIGHT, np.dtype(np.float32), (None,), is_target=True))
         column = f"{_SAMPLE_WEIGHT}={options.sample_weight}"
         options.columns = list(dict.fromkeys([*(options.columns or ()), column]))

@@ -503,6 +503,7 @@ def _fit_plainly(draw: Draw, data: Arrays, held_out: Arrays, found: Expected) ->
     watching = Watching()
     found.seen = watching.seen
     plain = replace(draw, validation=draw.validation and "dict", prefetch=0, progress=False)
+    plain = replace(plain, drop_last=False)  # these batches lack it
     session.fit(
         lambda epoch: models.batches_of(draw, data, epoch, session.steps_done),
         callbacks=[watching],

@@ -186,13 +186,9 @@ def _not_shared(
     return nodes, tensors
 
 
-def _content(node: onnx.NodeProto) -> bytes:
+def _content(node: onnx.NodeProto) -> tuple[object, ...]:
     """Returns what a node computes, but for the names of its outputs after the first."""
-    content = onnx.NodeProto()
-    content.CopyFrom(node)
-    del content.output[1:]
-    found: bytes = content.SerializeToString()
-    return found
+    return node.domain, node.op_type, [*node.input], node.output[:1], [*node.attribute]
 
 
 def _renamed(value: Any, new: Mapping[str, str]) -> Any:

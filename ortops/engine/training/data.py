@@ -80,8 +80,7 @@ class Source:
         """
         count = (self.rows or 0) // batch_size
         if not count:
-            found = "batches" if self.rows is None else f"{self.rows} rows"
-            raise FeedError(f"drop_last needs data of at least {batch_size} rows, got {found}")
+            raise FeedError(f"drop_last needs {batch_size} rows, got {self.rows or 'batches'}")
         return replace(self.first(count), rows=self.rows)
 
     def first(self, count: int) -> Source:
