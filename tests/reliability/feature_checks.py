@@ -748,7 +748,7 @@ def check_predict(run: Run, given: Given) -> None:
     """Predictions do not depend on the form of the data, nor on how they are cut."""
     draw, session = run.draw, run.session
     arrays = {name: given.data[name] for name in models.MODELS[draw.model].inputs}
-    ordered = models.batches_of(replace(draw, shuffle=False), arrays, 1, 0)
+    ordered = models.batches_of(replace(draw, shuffle=False, drop_last=False), arrays, 1, 0)
     expected = np.concatenate([session.predict([batch], outputs="y") for batch in ordered])
     data = models.in_form(draw, arrays, given.folder / "predicted")
     collate = models.collate_of(draw)
