@@ -24,6 +24,7 @@ from ortops.engine.training.validation_split import hold_out
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
 from ortops.llm.examples import IGNORED, TRAIN_ON, Example, Rows, batch_of, example_of
 from ortops.llm.folder import graph_of
+from ortops.llm.graphs import no_language_model
 from ortops.llm.row_kinds import RowKind
 
 Logits: TypeAlias = Callable[[Example], npt.NDArray[np.floating]]
@@ -173,19 +174,39 @@ class Batches:
             UnsupportedError: If the model does not keep the examples of a row apart.
         """
         self.kind.refuse("packing")
-        folder = self._folder
-
-        def logits(row: Example) -> npt.NDArray[Any]:
-            feeds = self._feeds(batch_of([row]))
-            found: npt.NDArray[Any] = session.predict(feeds, outputs=folder.logits)[0]
-            return found
-
+        folder, logits = self._folder, self._logits(session)
         words = self.kind.words or logits(units[0][0]).shape[-1]
         refuse_leaks(logits, words, self._pads_right())
         longest = min(max_length, folder.context_length or max_length)
         found = packed([example for (example,) in units], longest)
         logger.info("packed %d rows into %d", len(units), len(found))
         return [(row,) for row in found]
+
+    def _logits(self, session: TrainingSession) -> Logits:
+        """Returns a function of a row."""
+
+        def logits(row: Example) -> npt.NDArray[Any]:
+            feeds = self._feeds(batch_of([row]))
+            found: npt.NDArray[Any] = session.predict(feeds, outputs=self._folder.logits)[0]
+            return found
+
+        return logits
+
+    def refuse_sight(self, session: TrainingSession) -> None:
+        """Rejects a model whose tokens see later ones, such as a masked language model.
+
+        Raises:
+            ModelError: If the logits of a token depend on a later one.
+        """
+        tokens = np.random.default_rng(0).integers(self.kind.words or 2, size=6).tolist()
+        other = [*tokens[:-1], (tokens[-1] + 1) % (self.kind.words or 2)]
+        logits, trained = self._logits(session), [True] * len(tokens)
+        change = logits(example_of(other, trained)) - logits(example_of(tokens, trained))
+        earlier, last = np.abs(change[:-1]).max(), np.abs(change[-1]).max()
+        kinds = {node.op_type for node in graph_of(self._folder.model).node}
+        rounded = "DynamicQuantizeLinear" in kinds  # by the largest value of all tokens
+        if earlier > (0.1 if rounded else 1e-4) * last:
+            raise no_language_model(self._folder, "a token sees later ones, as in a masked model")
 
     def _pads_right(self) -> str:
         """Returns a node that needs padding on the right, as text; empty if there is none."""

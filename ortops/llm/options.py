@@ -102,7 +102,7 @@ _FOREIGN = (
     "accumulate=gradient_accumulation_steps,grad_accumulation_steps packing=neat_packing "
     "max_length=max_seq_length,max_seq_len,cutoff_len validation=val_size,eval_dataset "
     "train_on=assistant_only_loss,completion_only_loss,mask_prompt,train_on_inputs,train_on_prompt "
-    "save_steps=save_every optimizer=optim beta=pref_beta"
+    "save_steps=save_every optimizer=optim beta=pref_beta train_on=mask_history"
 )
 _SCHEDULE = ", a number or a schedule such as warmup_cosine(2e-4, warmup=0.03)"
 

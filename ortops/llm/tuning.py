@@ -45,7 +45,12 @@ from ortops.llm.folder import (
     open_folder,
 )
 from ortops.llm.generation import Sampling
-from ortops.llm.graphs import refuse_experts, without_pruning
+from ortops.llm.graphs import (
+    may_see_later_tokens,
+    refuse_experts,
+    refuse_others,
+    without_pruning,
+)
 from ortops.llm.options import FIRST_OPTIONS, TUNING, TuningOptions, remedies
 from ortops.llm.row_kinds import Comparisons, RowKind, SequencePairs, Sequences
 from ortops.llm.saving import ADAPTER, TRAINING, FolderWriter, refuse_unfinished
@@ -127,7 +132,8 @@ class FineTuning:
 
     Raises:
         ArgumentError: If an argument is wrong.
-        ModelError: If the folder has no model, or the model has no layer to adapt.
+        ModelError: If the folder has no model, the model has no layer to adapt, or it is not a
+            language model, such as a masked one.
         UnsupportedError: If an operator behind an adapted layer has no gradient, such as MoE.
 
     Example:
@@ -169,6 +175,8 @@ class FineTuning:
             trainable = _trainable(model, folder, given, files)
         providers = given["providers"]
         self._start(folder, trainable, files=files, recompute=recompute, providers=providers)
+        if files is None and may_see_later_tokens(trainable.proto):
+            self._batches.refuse_sight(self.session)
         if adapter is not None:  # without an active adapter, the saved model is the base
             self._writer.initial = {n: np.zeros_like(a) for n, a in self._writer.initial.items()}
 
@@ -584,6 +592,7 @@ def _adapted(
     model = load_light(folder.model if files is None else files.base)  # without its data
     if files is None:
         model = without_pruning(model)
+        refuse_others(model.proto, folder)
     if adapter_of(model.proto.metadata_props) is not None:
         raise ModelError(
             f"folder '{folder.path}': its model already has an adapter; continue with "

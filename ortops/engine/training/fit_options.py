@@ -95,9 +95,7 @@ class FitOptions(TypedDict, total=False):
             saved=_BOOLEAN,
         ),
     ]
-    seed: Annotated[
-        int, Option(0, "--seed", **_FROM_0, saved="an integer >= 0", in_estimators=True)
-    ]
+    seed: Annotated[int, Option(0, "--seed", **_FROM_0, saved="an integer >= 0")]
     validation: Annotated[
         "Data | None",
         Option(
