@@ -194,9 +194,10 @@ def test_weights_of_rows_are_those_of_one_process(weights: Any, accumulate: int)
     arguments: dict[str, Any] = {"epochs": 2, "batch_size": 8, "accumulate": accumulate, **weights}
     alone = TrainingSession(model)
     history = alone.fit(data, progress=False, shuffle=False, **arguments)
-    sessions, histories = fit_joined(model, data, shuffle=False, **arguments)
-    assert_near(sessions[0], alone)
-    np.testing.assert_allclose(losses(histories[0]), losses(history), rtol=ROUNDING)
+    for file in (model, build(classifier(), loss="SoftmaxCrossEntropy")):
+        sessions, histories = fit_joined(file, data, shuffle=False, **arguments)
+        assert_near(sessions[0], alone)
+        np.testing.assert_allclose(losses(histories[0]), losses(history), rtol=ROUNDING)
 
 
 @pytest.mark.slow

@@ -340,7 +340,7 @@ def test_a_schedule_of_epochs_sees_the_new_number_of_them() -> None:
     session.fit(rows(), **arguments(epochs=2, schedule=schedule))
     history = session.fit(rows(), resume=True, **arguments(epochs=4, schedule=schedule))
     assert seen == [0.0, 0.5, 0.5, 0.75]
-    np.testing.assert_allclose(history.columns["learning_rate"], [0.1, 0.05, 0.05, 0.025])
+    np.testing.assert_allclose(history.history["learning_rate"], [0.1, 0.05, 0.05, 0.025])
 
 
 @pytest.mark.quick(1)
@@ -684,10 +684,10 @@ def test_a_file_has_entries_as_they_are_when_it_is_saved(tmp_path: Path) -> None
 
     session = TrainingSession(trainable())
     history = session.fit(rows(), **arguments(epochs=5, callbacks=[Late()]))
-    losses = history.columns["loss"]
+    losses = history.history["loss"]
     for epoch in range(1, 6):
         found = TrainingSession(tmp_path / f"{epoch}.onnx").history
-        assert found.columns["loss"] == losses[:epoch]
+        assert found.history["loss"] == losses[:epoch]
         known = [entry["next"] for entry in found if "next" in entry]
         assert known == losses[1 : epoch - 1]
 
@@ -733,4 +733,4 @@ def test_numbers_that_a_callback_adds_to_the_history_are_saved(tmp_path: Path) -
     session.fit(rows(), **arguments(callbacks=[Add()]))
     session.save(tmp_path / "a.onnx")
     found = TrainingSession(tmp_path / "a.onnx").history
-    assert found.columns["share"][-1] == 1.0
+    assert found.history["share"][-1] == 1.0

@@ -118,8 +118,8 @@ def test_train_save_serve_and_continue(folder: Path, tmp_path: Path) -> None:
     before = tuning.evaluate(ROWS, batch_size=2)
     np.testing.assert_allclose(before["perplexity"], np.exp(before["loss"]), rtol=1e-6)
     history = tuning.fit(ROWS, epochs=10, batch_size=2, progress=False)
-    assert history.columns["steps"] == list(range(2, 22, 2))
-    losses = history.columns["loss"]
+    assert history.history["steps"] == list(range(2, 22, 2))
+    losses = history.history["loss"]
     assert losses[-1] < losses[0] / 2
 
     tuned = tmp_path / "tuned"
@@ -530,7 +530,7 @@ def test_the_command_with_a_schedule(base: Path, tmp_path: Path) -> None:
     command = ["tune", str(base), str(rows), "--rank", "1", "--targets", "*o_proj*", "--quiet"]
     command += ["--batch-size", "2", "--epochs", "2"]
     assert main([*command, "--learning-rate", rate, "--save", str(saved)]) == 0
-    assert FineTuning.load(saved).session.history.columns["steps"] == [3, 6]
+    assert FineTuning.load(saved).session.history.history["steps"] == [3, 6]
 
 
 # --------------------------------------------------------------------------- onnxruntime-genai
@@ -716,7 +716,7 @@ def test_padding_on_the_left(plain: FineTuning, tmp_path: Path) -> None:
         found += [
             tuning.fit(
                 [[1, 2, 3], [4, 5], [6, 7, 8, 1]], epochs=2, padding=side, progress=False
-            ).columns["loss"]
+            ).history["loss"]
         ]
     np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
     rows = [example_of([1, 2], [True, True]), example_of([3], [True])]

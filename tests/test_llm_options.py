@@ -260,7 +260,7 @@ def test_a_recipe_is_torchs(folder: Path, weights: dict[str, np.ndarray], smooth
         torch.nn.utils.clip_grad_norm_([a, b], 0.05)
         optimizer.step()
     history = tuning.fit(ROWS, epochs, batch_size=2, shuffle=False, accumulate=2, progress=False)
-    np.testing.assert_allclose(history.columns["loss"], losses, rtol=2e-5)
+    np.testing.assert_allclose(history.history["loss"], losses, rtol=2e-5)
     assert losses[-1] < losses[0] - 0.01
 
 

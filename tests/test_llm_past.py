@@ -47,7 +47,7 @@ def test_a_cache_that_is_not_fed_is_empty(
     assert session.run_steps([feeds] * 3).tolist() == expected
     session.reset()
     history = session.fit([feeds], epochs=3, progress=False)
-    np.testing.assert_allclose(history.columns["loss"], expected, rtol=1e-6)
+    np.testing.assert_allclose(history.history["loss"], expected, rtol=1e-6)
     session.reset()
     session.fit(feeds, batch_size=2, progress=False)  # the last batch has one row
 

@@ -445,7 +445,7 @@ def _add_eval(command: _Command) -> None:
     add = parser.add_argument
     add("model", help="a trainable file, or with --loss any .onnx file")
     add("--loss", help=f"only for a file without a loss: {_LOSS}")
-    _option(parser, "--sample-weight", "COLUMN", f"with --loss: {_SAMPLE_WEIGHT}")
+    _option(parser, "--sample-weight", "COLUMN", _SAMPLE_WEIGHT)
     _add_fit_option(parser, "class_weight")
     _add_fit_option(parser, "metrics")
     _flag(parser, "--ema", "evaluate the averaged weights")

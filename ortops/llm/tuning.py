@@ -64,7 +64,7 @@ from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
 from ortops.losses.preference import REWARD_MARGIN
 from ortops.metrics.metric import Array, Mean
 from ortops.optimizers import Optimizer, resolve
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 logger = logging.getLogger("ortops")
 
@@ -158,7 +158,7 @@ class FineTuning:
         rank: int | None = 8,
         alpha: float = 16,
         targets: str | Sequence[str] | None = None,
-        learning_rate: float | Schedule = RATE,
+        learning_rate: LearningRate = RATE,
         recompute: Checkpoint | None = None,
         adapter: str | os.PathLike[str] | None = None,
         **options: Unpack[TuningOptions],
@@ -311,7 +311,7 @@ class FineTuning:
             >>> from ortops.llm import FineTuning
             >>> tuning = FineTuning("model", rank=2)  # doctest: +SKIP
             >>> history = tuning.fit(rows, epochs=2, progress=False)  # doctest: +SKIP
-            >>> history.columns["steps"]  # doctest: +SKIP
+            >>> history.history["steps"]  # doctest: +SKIP
             [1, 2]
         """
         batch_size = whole_number("batch_size", batch_size, 1)

@@ -138,7 +138,7 @@ class Tune:
         session = FineTuning.load(self.saved).session
         state = {name: array.tobytes() for name, array in session.state.items()}
         files = {n: c for n, c in contents(self.saved).items() if n != "training.state"}
-        return {**state, "losses": session.history.columns["loss"], **files}
+        return {**state, "losses": session.history.history["loss"], **files}
 
     def what_is_wrong_after(self, killed: list[Snapshot], *more: str) -> list[str]:
         """Runs the command after kills; returns where it ends with other bits than without one."""
