@@ -400,17 +400,14 @@ class _Lengths:
         if 0 < warmup < 1:
             warmup = _rounded_up(warmup * steps)
             rest = steps - warmup
-            rest = max(rest, 1) if isinstance(rest, int) else _largest(rest, 1.0)
+            known = isinstance(rest, int)
+            rest = max(rest, 1) if known else rest.__array_namespace__().maximum(rest, 1.0)
         return _Formula(self.of, self.arguments(rest, *self.given), warmup)
 
 
 def _rounded_up(value: Any) -> Any:
     """Returns the next integer; a Tensor for a Tensor."""
     return math.ceil(value) if isinstance(value, float) else value.__array_namespace__().ceil(value)
-
-
-def _largest(value: Any, bound: float) -> Any:
-    return value.__array_namespace__().maximum(value, bound)
 
 
 def _of_any_length(_: Any, *given: Any) -> tuple[Any, ...]:
