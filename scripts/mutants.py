@@ -194,6 +194,12 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
+LEVELS = {
+    "./scripts/test": "not slow",
+    ".ci/run": "slow and not left_to_nightly",
+    "./scripts/nightly": "left_to_nightly",
+}
+"""What runs tests, and their marks; the line of a mutant names the first that kills it."""
 CACHE = ".cache"
 """Where tests in a copy of the checkout keep what other runs may use."""
 TIMEOUT = 3600
@@ -404,23 +410,22 @@ def main(arguments: list[str] | None = None) -> int:
 
     def judge(mutant: Mutant) -> tuple[str, str, float]:
         folder, tests = folders.get(), tests_of(mutant.path)
-        stages = [
-            ["-m", "not slow", *tests],
-            ["-m", "slow", *tests],
-            *([[]] if given.suite else []),
-        ]
+        stages = [(level, ["-m", marks, *tests]) for level, marks in LEVELS.items()]
+        stages += [("the whole suite", [])] * given.suite
         try:
             (folder / mutant.path).write_bytes(mutant.source())
             found, took = "", 0.0
             while stages and not found:
-                found, more = failure(folder, stage := stages.pop(0))
+                level, stage = stages.pop(0)
+                found, more = failure(folder, stage)
                 took += more
             shutil.copy(ROOT / mutant.path, folder / mutant.path)
             shutil.rmtree(folder / CACHE, ignore_errors=True)  # what the mutant made
             again = ["--last-failed", "--last-failed-no-failures=none", *stage]
             wrong = failure(folder, again)[0] if found else ""
             verdict = "UNCLEAR" if wrong else "killed" if found else "SURVIVED"
-            return verdict, f"{wrong}, without a mutant" if wrong else found, took
+            why = f"{wrong}, without a mutant" if wrong else f"{level}: {found}" if found else ""
+            return verdict, why, took
         finally:
             folders.put(folder)
 

@@ -304,6 +304,17 @@ FIXED = {
         ],
         "computes with their number",
     ),
+    "a size that repeats a number": (
+        [
+            node("Shape", "h", "n"),
+            node("Gather", "n one", "c"),
+            node("Expand", "t c", "e"),
+            node("Unsqueeze", "e last", "u"),
+            node("Add", "h u", "g"),
+            node("Conv", "g k", "y"),
+        ],
+        "computes with their number",
+    ),
     "by index": ([node("Gather", "h idx", "g", axis=1), node("Conv", "g k2", "y")], "by index"),
     "padded": ([node("Pad", "h pads", "g"), node("Conv", "g k3", "y")], "pads"),
 }
@@ -319,6 +330,8 @@ def test_channels_that_must_stay(name: str) -> None:
         "k2": floats(2, 2, 1, 1),
         "k3": floats(2, 7, 1, 1),
         "one": ints(1),
+        "t": floats(1),
+        "last": ints(1, 2),
         "idx": ints(3, 1),
         "pads": ints(0, 1, 0, 0, 0, 0, 0, 0),
     }

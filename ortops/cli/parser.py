@@ -308,10 +308,7 @@ def _add_algorithm(parser: argparse.ArgumentParser) -> None:
         help="a number, or a schedule such as 'warmup_cosine(3e-4, steps=1000, warmup=100)'; with "
         "`train`, steps defaults to the number of updates",
     )
-    about = (
-        "which weights to train: their names, patterns, or scopes of nodes; '!PATTERN' excludes; "
-        "may be repeated"
-    )
+    about = "names, patterns or scopes of weights to train; '!PATTERN' excludes; may be repeated"
     add("--trainable", action="append", metavar="PATTERN", help=about)
     about = "how to run BatchNormalization: with the statistics of each batch, or frozen"
     choices = ("auto", "train", "frozen")
@@ -537,10 +534,7 @@ def _add_lora(command: _Command) -> None:
     about = "the scaling's numerator (default: 16)"
     add.add_argument("--alpha", type=float, default=16.0, metavar="A", help=about)
     add.add_argument("--dropout", type=float, default=0.0, metavar="P", help=_DROPOUT)
-    about = (
-        "the layers to adapt, or all-linear: all but convolutions and the output layer; '!PATTERN' "
-        "excludes"
-    )
+    about = "layers, or all-linear: all but convolutions and the output layer; '!PATTERN' excludes"
     _add_list(add, "--targets", "PATTERN", f"{about} (default: all)")
     merge = action("merge", "merge an adapter into the weights")
     merge.add_argument("model", help="an .onnx file with an adapter, trainable or not")

@@ -87,9 +87,7 @@ class FitOptions(TypedDict, total=False):
         ),
     ]
     shuffle: Annotated[bool, Option(True, _IN_ORDER, **_SWITCH, saved=_BOOLEAN, in_estimators=True)]
-    seed: Annotated[
-        int, Option(0, "--seed", **_FROM_0, saved="an integer >= 0", in_estimators=True)
-    ]
+    seed: Annotated[int, Option(0, "--seed", **_FROM_0, saved="an integer >= 0")]
     validation: Annotated[
         "Data | None",
         Option(

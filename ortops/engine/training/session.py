@@ -287,12 +287,8 @@ class TrainingSession:
             w       [batch,1]           1  yes
             1 parameters: 1 trained, 0 not trained
         """
-        several = len(self._loaded.entries) > 1
-        trained = {
-            parameter: f"yes, by {name}" if several else "yes"
-            for name, session in self._by_entry().items()
-            for parameter in session._loaded.parameters()
-        }
+        entries = self._by_entry().items()
+        trained = {name: entry for entry, each in entries for name in each._loaded.trained()}
         return summary_of(self._loaded.light, trained)
 
     # ------------------------------------------------------------------------------- training
