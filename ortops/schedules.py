@@ -482,10 +482,6 @@ def _rounded_up(value: Any) -> Any:
     return math.ceil(value) if isinstance(value, float) else value.__array_namespace__().ceil(value)
 
 
-def _largest(value: Any, bound: float) -> Any:
-    return value.__array_namespace__().maximum(value, bound)
-
-
 def _of_any_length(_: Any, *given: Any) -> tuple[Any, ...]:
     return given
 

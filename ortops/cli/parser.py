@@ -114,11 +114,10 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments, and explains options of other libraries for `ortops tune`."""
         found, left = self.parse_known_args(args, namespace)
+        if left and found.command == "tune" and (remedy := remedy_on_command_line(left[0])):
+            self.error(f"{left[0]} is not an option; {remedy}")
         if left:
-            word = left[0] if getattr(found, "command", "") == "tune" else ""
-            remedy = remedy_on_command_line(word)
-            why = f"{word} is not an option; {remedy}" if remedy else " ".join(left)
-            self.error(why if remedy else f"unrecognized arguments: {why}")
+            self.error(f"unrecognized arguments: {' '.join(left)}")
         return found
 
 

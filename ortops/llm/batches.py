@@ -211,7 +211,7 @@ class Batches:
     def _pads_right(self) -> str:
         """Returns a node that needs padding on the right, as text; empty if there is none."""
         graph = graph_of(self._folder.model)
-        kinds = ("GroupQueryAttention", "PagedAttention", "SparseAttention")
+        kinds = {"GroupQueryAttention", "PagedAttention", "SparseAttention", "CausalConvWithState"}
         found = (node for node in graph.node if node.op_type in kinds)
         return next((f"{node.op_type} node '{node.name}'" for node in found), "")
 
