@@ -439,7 +439,7 @@ import ortops
 from models import line
 from ortops.engine.execution.settings import Settings
 logging.basicConfig(format="%(levelname)s %(message)s")
-settings = Settings(compiled_after=(1, 0.0), saved=1.0)
+settings = Settings(compiled_after=(1, 0.0), compiled_share=-1.0)
 model = line.session().model()
 for kernels in ("auto", "compiled"):
     try:

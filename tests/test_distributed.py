@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -605,6 +606,105 @@ def test_what_cannot_be_joined_is_refused() -> None:
     joined = join(session, Thread(Room(1), 0))
     with pytest.raises(ArgumentError, match=r"join: the session is already joined; join each "):
         join(joined, Thread(Room(1), 0))
+
+
+class Wrong(Thread):
+    """A communicator with a defect."""
+
+    def __init__(self, other: Thread, defect: str) -> None:
+        super().__init__(other.room, other.rank)
+        self.defect = defect
+        self.size += defect == "size"
+
+    def sum(self, array: np.ndarray[Any, Any]) -> object:  # type: ignore[override]
+        if self.defect == "not in place":
+            return sum(self._all(array))
+        if self.defect == "float32":
+            rounded = array.astype(np.float32)
+            array[:] = sum(self._all(rounded))
+        elif self.defect == "another shape":
+            array.resize((len(array) + 1,), refcheck=False)
+        elif self.defect == "fails" and self.calls == 9:
+            raise TimeoutError("nobody came")
+        elif self.defect == "mean":
+            super().sum(array)
+            array /= self.size
+        else:
+            super().sum(array)
+        return None
+
+    def broadcast(self, array: np.ndarray[Any, Any]) -> None:
+        if self.defect != "no broadcast":
+            super().broadcast(array)
+
+
+MUST = (
+    r" must replace the elements of the array that it gets by its sum over [23] ranks, in the same "
+)
+DEFECTS = {
+    "not in place": rf"sum of <.*>{MUST}place and exactly, .*; float64 \[1, rank\] became \[1.0",
+    "float32": rf"sum of <.*>{MUST}",
+    "mean": rf"sum of <.*>{MUST}.* became \[1.0\d*, 0.5\] instead of \[2.0\d*, 1.0\]",
+    "size": rf"sum of <.*>{MUST}.*, and all ranks must agree on their number; .* of \[3",
+    "another shape": r"sum of <.*> must replace .*; it made float64 \[3\] of float64 \[2\]",
+    "no broadcast": r"broadcast of <.*> by that of rank 0, .*; rank 1 got \[7, 13\]",
+}
+
+
+@pytest.mark.parametrize("defect", list(DEFECTS))
+def test_communicators_that_compute_something_else_are_refused(defect: str) -> None:
+    """Each rank would train by itself, with its part of the data; the session stays as it is."""
+    session = TrainingSession(build(classifier()))
+
+    def work(communicator: Thread) -> str:
+        try:
+            own = session if communicator.rank else TrainingSession(build(classifier()))
+            join(own, Wrong(communicator, defect))
+        except OrtopsError as error:
+            return str(error)
+        return ""
+
+    said = in_ranks(work)
+    assert re.search(DEFECTS[defect].replace("> by", "> .* by"), said[1]), said
+    assert type(session) is TrainingSession
+
+
+def test_what_a_communicator_raises_is_an_error_of_ortops() -> None:
+    """The session stands at a whole step, and makes no other exchange."""
+    model = build(classifier())
+
+    def work(communicator: Thread) -> None:
+        own = Wrong(communicator, "fails")
+        session = join(TrainingSession(model), own)
+        own.calls = 9
+        with pytest.raises(
+            OrtopsError, match=r"join: sum of Wrong failed in rank \d \(TimeoutError: "
+        ):
+            session.step(labelled((6,)))
+        with pytest.raises(OrtopsError, match=r"join: an earlier exchange was interrupted"):
+            session.step(labelled((6,)))
+        assert session.steps_done == 0
+
+    in_ranks(work)
+
+
+def test_torch_needs_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = TrainingSession(build(classifier()))
+    with pytest.raises(ArgumentError, match=r"join: communicator must be 'torch', got 'nccl'"):
+        join(session, "nccl")  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    with pytest.raises(OrtopsError, match=r"join needs torch; .*ortops\[torch\], or pass another"):
+        join(session, "torch")
+    group = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(distributed=group))
+    monkeypatch.setitem(sys.modules, "torch.distributed", group)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(
+        ArgumentError,
+        match=r"no process group, and the environment lacks WORLD_SIZE, MASTER_ADDR, ",
+    ):
+        join(session, "torch")
 
 
 def test_fixed_batches_are_not_divided() -> None:

@@ -78,12 +78,12 @@ def test_sees_every_row_once_in_each_epoch_in_another_order(
     seen: list[Any] = []
     step = Execution.step
 
-    def watched(self: Execution, feeds: Any, *options: Any) -> Any:
+    def watched(self: Execution, feeds: Any, *options: Any, **more: Any) -> Any:
         np.testing.assert_array_equal(
             feeds["targets"], data["targets"][feeds["x"][:, 0].astype(int)]
         )
         seen.append(feeds["x"][:, 0].astype(int).tolist())
-        return step(self, feeds, *options)
+        return step(self, feeds, *options, **more)
 
     monkeypatch.setattr(Execution, "step", watched)
     session.fit(data, epochs=2, batch_size=4, progress=False)

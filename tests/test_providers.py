@@ -558,10 +558,19 @@ def test_fit_on_a_device_with_memory_of_its_own(settings: Settings | None, tmp_p
         np.testing.assert_allclose(found["device"][name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("option", ["enableInt64", "enableGraphCapture"])
-def test_options_with_which_steps_could_be_wrong(option: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"the option '{option}' is not supported: "):
-        choose_providers([("webgpu", {option: 1})])
+@pytest.mark.parametrize(
+    ("provider", "option"),
+    [
+        ("webgpu", "enableInt64"),
+        ("webgpu", "enableGraphCapture"),
+        ("cuda", "enable_cuda_graph"),
+        ("TensorrtExecutionProvider", "trt_cuda_graph_enable"),
+    ],
+)
+def test_options_with_which_steps_could_be_wrong(provider: str, option: str) -> None:
+    message = f"the option '{option}' is not supported: .*; leave it out$"
+    with pytest.raises(UnsupportedError, match=message):
+        choose_providers([(provider, {option: 1})])
 
 
 @pytest.mark.slow

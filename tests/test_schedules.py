@@ -16,6 +16,7 @@ import onnx
 import onnxruntime
 import pytest
 from training_models import classifier, labelled
+from violations import all_violations
 
 import ortops
 from ortops import ArgumentError, ModelError, TrainingSession, build_training_model, schedules
@@ -36,6 +37,7 @@ EACH = {
     "cosine": schedules.cosine(0.5, steps=20, end=0.05),
     "restarts": schedules.cosine(0.5, steps=22, restarts=2, warmup=4),
     "one_cycle": schedules.one_cycle(0.5, steps=20),
+    "fraction": schedules.cosine(0.5, steps=20, warmup=0.26),
     "warmup_cosine": schedules.warmup_cosine(0.5, steps=20, warmup=6),
     "warmup_linear": schedules.warmup_linear(0.5, steps=20, warmup=6),
 }
@@ -144,6 +146,40 @@ def test_formulas_are_torchs(schedule: Schedule, name: str, settings: dict[str, 
     np.testing.assert_allclose(schedule(np.arange(STEPS)), expected, rtol=1e-10, atol=1e-15)
 
 
+@pytest.mark.slow
+@pytest.mark.optional("transformers", "export")
+def test_a_fraction_of_warm_up_steps_is_that_of_transformers() -> None:
+    import torch
+    import transformers
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    with all_violations() as check:
+        for steps in (1, 2, 7, 30, 70, 101):
+            for ratio in (0.03, 0.1, 0.5):
+                with check((steps, ratio)):
+                    warmup = math.ceil(steps * ratio)  # TrainingArguments.get_warmup_steps
+                    theirs = transformers.get_cosine_schedule_with_warmup(optimizer, warmup, steps)
+                    expected = [0.5 * theirs.lr_lambdas[0](n) for n in range(steps)]
+                    found = schedules.warmup_cosine(0.5, steps=steps, warmup=ratio)
+                    np.testing.assert_allclose(found(np.arange(steps)), expected, atol=1e-12)
+
+
+def test_a_fraction_of_the_steps_of_fit() -> None:
+    """Each schedule then needs the number of steps, which `fit` tells the graph."""
+    for schedule, known in (
+        (schedules.constant(0.5, warmup=0.3), schedules.constant(0.5, warmup=3)),
+        (schedules.cosine(0.5, warmup=0.25), schedules.cosine(0.5, steps=10, warmup=3)),
+    ):
+        assert schedule.needs_steps
+        session = TrainingSession(trainable(SGD(schedule)))
+        history = session.fit([batch(n) for n in range(10)], progress=False, callbacks=[])
+        assert history[-1]["steps"] == 10
+        assert session.state["schedule_steps"] == 10
+        other = TrainingSession(trainable(SGD(known)))
+        other.fit([batch(n) for n in range(10)], progress=False)
+        np.testing.assert_array_equal(session.state["b1"], other.state["b1"])
+
+
 def test_a_description_says_how_to_write_it() -> None:
     assert EACH["warmup_cosine"].description == "warmup_cosine(steps=20, end=0.0, warmup=6)"
     assert EACH["step"].description == "step(every=5, factor=0.3, warmup=3)"
@@ -166,7 +202,10 @@ def test_a_description_says_how_to_write_it() -> None:
             lambda: schedules.constant(1, warmup=-1),
             "constant: warmup must be an integer >= 0 and <= 9223372036854775807, got -1",
         ),
-        (lambda: schedules.constant(1, warmup=1.5), "9223372036854775807, got 1.5"),
+        (
+            lambda: schedules.constant(1, warmup=1.5),
+            "9223372036854775807, got 1.5; or give a fraction of the steps, > 0 and < 1",
+        ),
         (
             lambda: schedules.constant(1, warmup=2**63),
             "9223372036854775807, got 9223372036854775808",

@@ -105,7 +105,7 @@ def test_python_kernels() -> None:
 
 @pytest.mark.optional("llvmlite", "fast")
 def test_it_changes_when_updates_are_compiled() -> None:
-    settings = Settings(compiled_after=(1, 0.0), saved=1.0)
+    settings = Settings(compiled_after=(1, 0.0), compiled_share=-1.0)
     session = TrainingSession(trainable(), settings=settings)
     session.step(batch())
     before = session.report()
