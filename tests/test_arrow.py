@@ -96,7 +96,7 @@ def test_training_equals_that_of_arrays(form: str, tmp_path: Path) -> None:
     assert as_text == pytest.approx(other.evaluate(in_memory)["loss"], rel=1e-6)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("form", FORMS)
 def test_each_row_is_read_once_per_epoch(form: str, tmp_path: Path) -> None:
@@ -259,6 +259,7 @@ def missing(columns: dict[str, Any]) -> dict[str, Any]:
     return {name: [None, *list(c)[1:]] for name, c in columns.items()}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("write", "message"),
     [

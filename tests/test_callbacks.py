@@ -770,6 +770,7 @@ def saved_states(file: Path, kind: str) -> list[Any]:
     ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("event", ["on_begin", "on_step", "on_epoch"])
 def test_what_is_not_a_number_is_refused_by_the_name_of_the_callback(
     event: str, tmp_path: Path
@@ -1514,6 +1515,7 @@ def test_a_schedule_in_the_model_is_refused() -> None:
         find_learning_rate(TrainingSession(model), affine_batch(4))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -810,7 +810,7 @@ def inputs(folder):
     return folder
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "command",
     [
@@ -865,7 +865,7 @@ def test_a_trainable_file_may_be_saved_in_itself(inputs):
     assert ortops.TrainingSession("trained.onnx").steps_done == 3 * steps
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "more",
     [

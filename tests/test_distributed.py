@@ -977,6 +977,7 @@ def test_batches_without_common_rows_are_not_divided() -> None:
         )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("pooled", [False, True])
 def test_batches_with_time_along_axis_0_are_divided_along_axis_1(pooled: bool) -> None:
     """Also where only the targets tell which axis is that of the rows."""
@@ -1388,7 +1389,7 @@ def test_a_long_wait_is_said_once(
     assert said.startswith("join: rank 1 has waited for the other ranks for 80 s; if one of them ")
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", True])
 def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
     session = TrainingSession(build(classifier()))

@@ -550,7 +550,7 @@ def test_callbacks_see_the_entry_that_is_trained(tmp_path: Path) -> None:
     assert any("second.loss" in str(line) for line in lines)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -225,6 +225,7 @@ def test_bad_arguments_are_found_before_training() -> None:
     assert session.steps_done == 0
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "number"),
     [("epochs", -1), ("epochs", 1.5), ("epochs", "3"), ("epochs", True), ("seed", -1)],
@@ -247,7 +248,7 @@ def test_batch_sizes_that_are_no_counts(size: Any) -> None:
     assert_same_arrays(dict(session.state), before)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

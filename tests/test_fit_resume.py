@@ -193,7 +193,7 @@ def test_n_more_epochs_or_those_that_were_begun() -> None:
     assert_same_arrays(dict(session.state), before)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -260,7 +260,7 @@ def test_another_number_of_epochs_in_the_middle_of_one(
     assert session.resume_state.position.epoch_state.call["epochs"] == EPOCHS
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("stop", "least", "message"),
     [
@@ -386,7 +386,7 @@ def test_a_schedule_in_the_graph_holds_its_last_rate(
         assert_same((session, history), expected)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("change", ["learning rate", "variable", "nothing"])
 def test_the_message_after_an_interruption_names_no_file_of_another_state(
     change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -546,7 +546,7 @@ def test_a_position_without_a_field_is_refused() -> None:
         TrainingSession(model)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -646,6 +646,7 @@ def test_an_infinite_loss_in_a_window_is_found_before_its_step() -> None:
     assert session.steps_done == 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [0, 1.5])
 def test_accumulate_is_a_count(number: Any) -> None:
     session = TrainingSession(trainable())

@@ -237,7 +237,7 @@ def test_rows_without_weights_have_weight_1(caplog: pytest.LogCaptureFixture) ->
     same(one, other)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -420,7 +420,7 @@ def test_balanced_classes_count_the_rows_that_are_trained() -> None:
     same(one, other)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -90,6 +90,7 @@ def check(model: onnx.ModelProto, feeds: dict[str, np.ndarray], **settings: Any)
 IMAGES = {"images": floats(3, 1, 8, 8)}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "settings", [{}, {"within": "model"}, {"multiple": 8, "ratio": 0.4}, {"ratio": 0.95}]
 )

@@ -301,6 +301,7 @@ def test_steps_follow_the_formula(name: str, joined: bool) -> None:
     assert session.peak_learning_rate == session.state["learning_rate"] == 0.5
 
 
+@pytest.mark.quick(1)
 @pytest.mark.torch
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_training_follows_torchs_schedule(joined: bool) -> None:

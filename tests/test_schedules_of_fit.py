@@ -64,7 +64,7 @@ def rates(make: Any, given: dict[str, Any], steps: int) -> list[float]:
 
 
 @pytest.mark.nightly(10)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", EACH)
 @pytest.mark.parametrize(
     ("settings", "steps"),

@@ -685,7 +685,7 @@ RECURRENT = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_constant_initial_states(kind: str, batch: int) -> None:

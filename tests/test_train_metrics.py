@@ -183,7 +183,7 @@ def fitted(data: Arrays, model: onnx.ModelProto) -> Arrays:
 
 
 @pytest.mark.nightly(7)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"recompute": "sqrt"}], ids=str)
 def test_without_an_update_they_are_those_of_evaluate(case: str, settings: Any) -> None:
@@ -411,6 +411,7 @@ def test_a_damaged_state() -> None:
 # ------------------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -418,7 +418,7 @@ def aged(folder: Path) -> None:
         os.utime(file, (1e9, 1e9))
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("older", [False, True], ids=["the first", "over an older one"])
 @pytest.mark.parametrize(("name", "every"), EACH)
 def test_a_killed_writer_leaves_old_or_new_files(
