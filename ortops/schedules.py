@@ -473,7 +473,8 @@ class _Lengths:
             warmup = _rounded_up(warmup * steps)
         rest = steps - warmup
         if self.warmup:  # it may be longer than the training
-            rest = max(rest, 1) if isinstance(rest, int | float) else _largest(rest, 1.0)
+            known = isinstance(rest, int | float)
+            rest = max(rest, 1) if known else rest.__array_namespace__().maximum(rest, 1.0)
         return _Formula(self.of, self.arguments(rest, *self.given), warmup)
 
 
