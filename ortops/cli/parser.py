@@ -464,11 +464,13 @@ def _add_tune(command: _Command) -> None:
     )
     add("folder", help=about)
     about = (
-        "a file of JSON lines or Parquet, each row with messages or conversations, with "
-        "prompt and completion, with text, or with input_ids; for DPO, with prompt, chosen and "
-        "rejected"
+        "a file of JSON lines, JSON, CSV or Parquet, or a folder of these, each row with messages "
+        "or conversations, with prompt and completion, instruction and output, or question and "
+        "answer, with text, or with input_ids; for DPO, with prompt, chosen and rejected"
     )
     add("data", help=about)
+    about = "columns that have other names, as in prompt=question completion=answer"
+    _add_list(parser, "--columns", "NAME=COLUMN", about)
     about = "the folder to write, which is served like the original (default: <folder>-tuned)"
     _option(parser, "--save", "FOLDER", about)
     about = "merge the adapter into the weights, for runtimes without adapters (transformers.js)"

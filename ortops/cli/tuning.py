@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from ortops.cli.standard_streams import print_text, say
@@ -35,7 +36,8 @@ def tune(options: argparse.Namespace) -> int:
     tuning = _opened(options, folder, continues=continues, resumes=resumes)
     if options.show:
         rows, limit = options.batch_size or _BATCH_SIZE, options.max_length or 512
-        print_text(tuning.show(options.data, rows, limit, options.train_on))
+        columns = _columns(options.columns)
+        print_text(tuning.show(options.data, rows, limit, options.train_on, columns=columns))
         return 0
     _fit(tuning, options, save, resumes=resumes)
     say(f"wrote {save}")
@@ -83,6 +85,14 @@ def _validation(text: str | None) -> str | float | None:
         return text
 
 
+def _columns(given: Sequence[str] | None) -> dict[str, str]:
+    """Returns the columns given for names of rows."""
+    for each in given or ():
+        if not all(each.partition("=")):
+            raise OrtopsError(f"--columns must have the form NAME=COLUMN, got {each!r}")
+    return dict(each.split("=", 1) for each in given or ())
+
+
 def _is_tuned(folder: str) -> bool:
     """Whether this command wrote a folder, and was not interrupted in the first save."""
     return not is_unfinished(Path(folder)) and any(
@@ -111,6 +121,7 @@ def _fit(
         progress=not options.quiet,
         save=None if options.merge else save,
         save_steps=options.checkpoint_steps,
+        columns=_columns(options.columns),
         resume=resumes,
     )
     if options.merge:
