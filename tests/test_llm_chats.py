@@ -27,7 +27,7 @@ import ortops
 from models import llama
 from ortops.cli import main
 from ortops.graph.limits import LIMITS
-from ortops.llm import FineTuning
+from ortops.llm import FineTuning, row_kinds
 from ortops.llm.folder import open_folder
 from ortops.llm.row_kinds import Comparisons, Sequences
 from ortops.llm.tokenization import Tokenizer
@@ -181,7 +181,7 @@ def shown(tokenizer: Tokenizer, row: Any, train_on: str = "assistant") -> list[s
 WHOLE = (
     "{{ tools | tojson }}|{{ documents | tojson }}|{{ mood }}{% for m in messages %}"
     "{{ '<s>' + m.role + ' ' }}{% if m.content is none %}none:{% endif %}{{ m.content }}"
-    "{{ '~' ~ m.content ~ '~' }}{{ m.content | trim }}"
+    "{{ '~' ~ m.content ~ '~' }}{{ m.content | trim }}{{ (m.content | string)[:0] }}"
     "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{{ c.function.arguments }}"
     "{% endfor %}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>assistant ' }}{% endif %}"
@@ -379,6 +379,7 @@ def test_an_end_that_the_tokenizer_appends(tmp_path: Path, here: None) -> None:
     assert shown(tokenizer, {"text": "a"}) == ["«<s>a</s>»"]
     assert shown(tokenizer, {"text": "a</s>"}) == ["«<s>a</s></s>»"]  # the text's own
     assert shown(tokenizer, {"prompt": "a", "completion": "b"}) == ["<s>a«b</s>»"]
+    assert shown(tokenizer, {"prompt": "", "completion": "b"}) == ["<s>«b</s>»"]
     plain = shown(tokenizer, {"messages": said("a", "b")})
     assert "</s>" not in plain[0]
 
@@ -416,7 +417,11 @@ def test_rows_in_the_forms_of_recipes(tmp_path: Path, here: None) -> None:
             assert shown(chats, trl, "all")[0].startswith("«")
 
 
-def test_rows_of_files_are_those_in_memory(tmp_path: Path, here: None) -> None:
+@pytest.mark.parametrize("held", [0, 999999])
+def test_rows_of_files_are_those_in_memory(
+    held: int, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_kinds, "_HELD", held)
     tokenizer = opened(tmp_path / "base", template=template_of("Qwen 3"))
     rows = [{"question": f"is {n}, \n or é?", "answer": "yes" * (n % 5 + 1)} for n in range(9)]
     lines = "".join(f"{json.dumps(row)}\n\n" for row in rows)
@@ -502,7 +507,10 @@ MANY = [{"messages": said(f"{n}", "<think>a</think>b", "c", f"d{n}")} for n in r
 
 
 @pytest.mark.slow
-def test_rows_that_are_made_are_counted(base: Path, tmp_path: Path) -> None:
+def test_rows_that_are_made_are_counted(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_kinds, "_HELD", 0)
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in MANY))
     settings: Any = {"batch_size": 2, "validation": 0.25, "seed": 3, "progress": False}

@@ -96,8 +96,10 @@ class Units(Sequence[Any]):
 
 
 def length_of(unit: Any) -> int:
-    """Returns the largest number of tokens of the examples of a unit, if it consists of these."""
-    return max(len(each.tokens) for each in unit) if isinstance(unit, tuple) else 0
+    """Returns the number of tokens of the longest example of a unit, or the size of a pair."""
+    if isinstance(unit, tuple):
+        return max(len(each.tokens) for each in unit)
+    return int(unit.source.size + unit.labels.size)
 
 
 @dataclass
@@ -290,8 +292,8 @@ def template_settings(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(more, Mapping) or {"messages", "add_generation_prompt"} & set(more):
         raise ValueError("chat_template_kwargs must be names of the template and their values")
     for name, value in found.items():
-        found[name] = turns_of(read_json(value) if isinstance(value, str) else value)
-    return found | dict(more)
+        found[name] = [dict(e) for e in (read_json(value) if isinstance(value, str) else value)]
+    return found | {name: value for name, value in more.items() if value is not None}
 
 
 def turns_of(given: Any) -> Sequence[Any]:

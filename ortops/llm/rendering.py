@@ -13,7 +13,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -90,9 +90,9 @@ class Texts:
             raise _BlamedError("data", f"a text that is no Unicode: {error}") from error
         with _blaming("tokenizer"):
             found = self._tokenizer.encode(text, add_special_tokens=special)
-        tokens: list[int] = found.ids
-        while not end and tokens and found.special_tokens_mask[len(tokens) - 1]:
-            tokens = tokens[:-1]
+        tokens, added = list[int](found.ids), found.special_tokens_mask[::-1]
+        if not end and any(added):  # of an empty text, half of them are in front
+            tokens = tokens[: -added.index(0) or None] if 0 in added else tokens[::2][:1]
         inside, before = [False] * len(tokens), 0
         for number, (i, j) in enumerate(found.offsets if places else ()):
             # Spaces have an empty span where offsets are trimmed: they reach to the token before.
@@ -306,8 +306,8 @@ class Texts:
         sandbox.globals["raise_exception"] = _refuse
         sandbox.filters["tojson"] = _dump
         sandbox.filters["printed"] = _printed
-        trim = sandbox.filters["trim"]
-        sandbox.filters["trim"] = lambda value, *chars: trim(_printed(value), *chars)
+        for name in ("trim", "string"):
+            sandbox.filters[name] = _of_printed(sandbox.filters[name])
         self.is_marked = False
         nodes = importlib.import_module("jinja2.nodes")
         with _blaming("template"):
@@ -374,6 +374,11 @@ def _dump(
 def _printed(value: Any) -> Any:
     """Returns what a template prints for a value: nothing for None."""
     return "" if value is None else value
+
+
+def _of_printed(change: Callable[..., str]) -> Callable[..., str]:
+    """Returns a filter of what is printed."""
+    return lambda value, *given, **named: change(_printed(value), *given, **named)
 
 
 def _pruned(value: Any) -> Any:

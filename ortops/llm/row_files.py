@@ -20,6 +20,7 @@ from ortops.errors import ArgumentError, FeedError, did_you_mean
 from ortops.graph.files.archive import check_size
 from ortops.graph.files.json_text import read_json
 from ortops.graph.files.opening import leads_out, open_regular
+from ortops.graph.limits import LIMITS
 
 Rows: TypeAlias = str | os.PathLike[str] | Iterable[Any]
 """The path of a file or folder, or rows."""
@@ -193,7 +194,13 @@ class _JSONLines(FileRows):
         weakref.finalize(self, stream.close)
         stream.seek(0)
         places, at = array("q"), 0
-        for number, line in enumerate(stream, 1):
+        most = 16 * LIMITS.metadata_bytes
+        for number, line in enumerate(iter(lambda: stream.readline(most), b""), 1):
+            if len(line) == most:
+                raise FeedError(
+                    f"file '{file}', line {number} has more than {most:,} bytes; give a file of "
+                    f"{_FILES}, or raise ortops.graph.limits.LIMITS.metadata_bytes"
+                )
             if line.strip():
                 places.extend((number, at))
             at += len(line)

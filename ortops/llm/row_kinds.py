@@ -39,6 +39,9 @@ from ortops.llm.tokenization import Tokenizer
 
 ANSWERS = ("chosen", "rejected")
 
+_HELD = 2**22
+"""The tokens of files that are held in memory."""
+
 
 class RowKind(ABC):
     """Reads rows of a kind, makes batches of them, and shows them.
@@ -71,33 +74,38 @@ class RowKind(ABC):
     ) -> Units:
         """Reads the rows of a data set; see `ortops.llm.FineTuning.fit`.
 
-        Those of files are not held in memory, but read again when they are needed.
+        Those of large files are not held in memory, but read again when they are needed.
 
         Raises:
             FeedError: If a row has another form, or no row has a token to train.
         """
-        reading = self._reading(max_length, train_on, columns)
-        rows, held = rows_of(data), list[Any]()
-        firsts, lengths = array("q"), array("q")  # of each row, and of each unit
-        for units in self._units(rows, reading):
-            firsts.append(len(lengths))
+        reading, rows = self._reading(max_length, train_on, columns), rows_of(data)
+        held: list[Any] | None = []
+        numbers, lengths, size = array("q"), array("q"), 0  # of the row of each unit, its tokens
+        for number, units in enumerate(self._units(rows, reading)):
+            numbers.extend([number] * len(units))
             lengths.extend(map(length_of, units))
-            held += () if isinstance(rows, FileRows) else units
+            size += sum(lengths[len(lengths) - len(units) :])
+            if held is not None:
+                held += units
+            if isinstance(rows, FileRows) and size > _HELD:
+                held = None
         reading.tell(self.said)
         if not lengths:
             raise FeedError(
                 f"data: no row has a token to train with train_on='{train_on}' and "
                 f"max_length={max_length}; give other rows, or change these arguments"
             )
-        sizes = np.array(lengths)
-        numbers = np.repeat(np.arange(len(firsts)), np.diff([*firsts, len(lengths)]))
+        places = np.array(numbers)
 
         def again(place: int) -> Any:
             assert isinstance(rows, FileRows)
-            row = int(numbers[place])
-            return next(self._units([rows[row]], reading, row + 1))[place - firsts[row]]
+            row = int(places[place])
+            units = next(self._units([rows[row]], reading, row + 1))
+            return units[place - int(np.searchsorted(places, row))]
 
-        return Units(again if isinstance(rows, FileRows) else held.__getitem__, numbers, sizes)
+        read = again if held is None else held.__getitem__
+        return Units(read, places, np.array(lengths))
 
     def stream(
         self,
