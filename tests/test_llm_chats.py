@@ -131,7 +131,7 @@ def compare(folder: Path, kinds: Any, names: list[str], families: list[str]) -> 
                     first = ours[kinds[0]]
                     first._source = template_of(family, *marks)
                     with check((family, name, bool(marks[0]))):
-                        (text, places), *others = first.replies(CHATS[name], tools=tools).parts
+                        (text, places), *others = first.replies(CHATS[name], {"tools": tools}).parts
                         assert not others
                     masks = {}
                     for kind in kinds:
@@ -198,7 +198,7 @@ def test_what_a_row_has_beside_its_messages(tmp_path: Path, here: None) -> None:
         ],
         "tools": [{"name": "f", "strict": None, "properties": {"x": {"type": "null"}, "y": None}}],
         "documents": [{"title": "t", "url": None}],
-        "chat_template_kwargs": {"mood": "calm"},
+        "chat_template_kwargs": {"mood": "calm", "self": 1, "begin_reply": True, "none": None},
     }
     expected = (
         '[{"name": "f", "properties": {"x": {"type": "null"}}}]|[{"title": "t"}]|calm'
@@ -271,6 +271,17 @@ def test_wrong_settings_of_templates(tmp_path: Path, here: None) -> None:
             row = {"messages": said("a", "b"), "chat_template_kwargs": each}
             with check(each), pytest.raises(ortops.FeedError, match="chat_template_kwargs must be"):
                 shown(tokenizer, row)
+
+
+def test_tool_calls_of_other_forms(tmp_path: Path, here: None) -> None:
+    template = "{% for m in messages %}{{ (m.tool_calls or 0) | tojson }}{{ messages | length }}"
+    tokenizer = opened(tmp_path / "base", template=template + "{% endfor %}")
+    with all_violations() as check:
+        for calls in (3, "f", ["f"], [{"function": "f"}], {"f": 1}, [[]], [{"arguments": "[1]"}]):
+            messages = said("a", "b", "c", "d")
+            messages[1]["tool_calls"] = calls
+            with check(calls):
+                assert json.dumps(calls) in tokenizer.replies(messages).parts[0][0]
 
 
 def test_the_template_for_tools(tmp_path: Path, here: None) -> None:

@@ -26,7 +26,7 @@ from ortops.engine.training.validation_split import hold_out
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
 from ortops.llm.examples import IGNORED, TRAIN_ON, Example, Units, batch_of, example_of
 from ortops.llm.folder import graph_of
-from ortops.llm.row_files import Rows
+from ortops.llm.row_files import Columns, Rows
 from ortops.llm.row_kinds import RowKind
 
 Logits: TypeAlias = Callable[[Example], npt.NDArray[np.floating]]
@@ -97,8 +97,8 @@ class Batches:
         return epoch
 
     def _checked(
-        self, max_length: int, train_on: str, columns: Mapping[str, str] | None = None
-    ) -> tuple[int, str, Mapping[str, str] | None]:
+        self, max_length: int, train_on: str, columns: Columns = None
+    ) -> tuple[int, str, Columns]:
         longest = whole_number("max_length", max_length, 2)
         longest = min(longest, self._folder.context_length or longest)
         return longest, choice("train_on", train_on, TRAIN_ON), columns
@@ -133,29 +133,6 @@ class Batches:
                 "got 'left'"
             )
 
-    def order(
-        self,
-        units: Units,
-        batch_size: int,
-        *,
-        generator: np.random.Generator | None,
-        group_by_length: bool,
-    ) -> Units:
-        """Returns rows in the order of an epoch.
-
-        Args:
-            units: The rows.
-            batch_size: The number of rows per batch.
-            generator: Shuffles them; None for the given order.
-            group_by_length: Whether batches have rows of similar length.
-        """
-        places = np.arange(len(units))
-        if generator is not None:
-            places = generator.permutation(len(units))
-        if group_by_length:
-            places = grouped(places, units.lengths, batch_size)
-        return units.take(places)
-
     def epochs(
         self,
         units: Units,
@@ -176,13 +153,12 @@ class Batches:
         """
 
         def epoch(number: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
-            order = self.order(
-                units,
-                batch_size,
-                generator=None if seed is None else np.random.default_rng((seed, number)),
-                group_by_length=group_by_length,
-            )
-            return self.of(order, batch_size, padding)
+            places = np.arange(len(units))
+            if seed is not None:
+                places = np.random.default_rng((seed, number)).permutation(len(units))
+            if group_by_length:
+                places = grouped(places, units.lengths, batch_size)
+            return self.of(units.take(places), batch_size, padding)
 
         return Epochs(epoch, len(Division(units, batch_size)))
 

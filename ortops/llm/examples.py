@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from ortops.errors import FeedError, OrtopsError
 from ortops.graph.files.json_text import read_json
-from ortops.llm.tokenization import Message, RefusedTextError, Tokenizer
+from ortops.llm.row_files import Columns
+from ortops.llm.tokenization import Message, Names, RefusedTextError, Tokenizer
 
 IGNORED = -100
 """The label of a token that is not trained."""
@@ -120,7 +121,7 @@ class Reading:
     train_on: str
     max_length: int
     words: int | None = None
-    columns: Mapping[str, str] | None = None
+    columns: Columns = None
     met: Counter[str] = field(default_factory=Counter)
     opened: str = ""
 
@@ -249,7 +250,7 @@ def _tokenized(
         return [Example(np.array(tokens, np.int64), np.array(labels, np.int64))], 0, ""
     messages = _messages_of(row, tokenizer)
     if messages is not None:
-        return chat(messages, tokenizer(), train_on, **template_settings(row))
+        return chat(messages, tokenizer(), train_on, template_settings(row))
     row = as_prompt(row)
     if "completion" in row:
         whole = train_on == "all"
@@ -337,7 +338,7 @@ def answer(prompt: str, reply: str, tokenizer: Tokenizer, *, whole: bool = False
 
 
 def chat(
-    messages: Sequence[Message], tokenizer: Tokenizer, train_on: str, **more: Any
+    messages: Sequence[Message], tokenizer: Tokenizer, train_on: str, more: Names = None
 ) -> tuple[list[Example], int, str]:
     """Returns a chat as examples, of which replies are trained.
 
@@ -345,14 +346,14 @@ def chat(
         messages: The messages.
         tokenizer: The tokenizer.
         train_on: Which tokens to train.
-        **more: Further names that the template reads.
+        more: Further names that the template reads, and their values.
 
     Returns:
         The chat; the chat up to each reply that the template changes in the whole chat; the number
         of replies that are not found; and what precedes replies only where they are generated.
     """
     if train_on == "all":
-        text = tokenizer.chat(messages, **more)
+        text = tokenizer.chat(messages, more)
         return [_whole(tokenizer.tokens(text, special=False))], 0, ""
     if train_on == "completion":
         last = max((n for n, m in enumerate(messages) if m.get("role") == "assistant"), default=0)
@@ -360,6 +361,6 @@ def chat(
             each if number == last or not isinstance(each, Mapping) else {**each, "weight": 0}
             for number, each in enumerate(messages)
         ]
-    found = tokenizer.replies(messages, **more)
+    found = tokenizer.replies(messages, more)
     examples = [example_of(*tokenizer.tokens_in(*part)) for part in found.parts]
     return examples, found.missing, found.opened

@@ -280,7 +280,7 @@ class Texts:
         names = {"tools": None, "documents": None, **self._names, **self._more}
         try:
             with _blaming("template"):
-                text: str = self._template.render(**(names | given))
+                text: str = self._template.render(names | given)
         except _BlamedError as error:
             if error.blamed == "data" or messages is _PLAIN_CHAT:
                 raise
@@ -437,7 +437,8 @@ def _probes(message: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     yield {name: value for name, value in changed.items() if name not in _REASONING}, letters
     if any(name in message for name in _REASONING):
         yield changed, letters
-    for first, *rest in [message["tool_calls"]] if message.get("tool_calls") else ():
+    calls = message.get("tool_calls")
+    for first, *rest in [calls] if calls and isinstance(calls, list) else ():
         if isinstance(first, dict) and isinstance(function := first.get("function"), dict):
             first = first | {"function": function | {"name": letters}}
             yield {**message, "tool_calls": [first, *rest]}, letters

@@ -25,6 +25,9 @@ from ortops.graph.limits import LIMITS
 Rows: TypeAlias = str | os.PathLike[str] | Iterable[Any]
 """The path of a file or folder, or rows."""
 
+Columns: TypeAlias = Mapping[str, str] | None
+"""The columns of rows by our names, if they have others."""
+
 SETTINGS = ("tools", "documents", "chat_template_kwargs")
 """What a row may have beside a chat, for its template."""
 
@@ -84,7 +87,7 @@ def rows_of(rows: Rows) -> Iterable[Any]:
     if not isinstance(rows, str | os.PathLike):
         return rows
     folder = Path(rows)
-    if not folder.is_dir():
+    if not folder.is_dir() or folder.suffix == ".parquet":  # which pyarrow reads
         return _of_file(folder)
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _SUFFIXES)
     for file in files:
@@ -109,7 +112,7 @@ def _joined(parts: Sequence[FileRows]) -> FileRows:
     return FileRows(starts[-1], read)
 
 
-def prepared(row: Any, columns: Mapping[str, str] | None) -> Any:
+def prepared(row: Any, columns: Columns) -> Any:
     """Returns a row with the columns that it is formed of, and without those that are None.
 
     Args:
@@ -130,7 +133,7 @@ def prepared(row: Any, columns: Mapping[str, str] | None) -> Any:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def check_columns(columns: Mapping[str, str] | None) -> None:
+def check_columns(columns: Columns) -> None:
     """Rejects columns under names that a row does not have.
 
     Raises:
@@ -216,7 +219,6 @@ class _JSONLines(FileRows):
             try:
                 found.append(read_json(line))
             except ValueError as error:
-                raise FeedError(
-                    f"file '{self._file}', line {number}: invalid JSON: {error}"
-                ) from error
+                what = f"file '{self._file}', line {number}"
+                raise FeedError(f"{what}: invalid JSON: {error}") from error
         return found

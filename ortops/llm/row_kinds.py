@@ -31,7 +31,7 @@ from ortops.llm.examples import (
     turns_of,
 )
 from ortops.llm.folder import Folder
-from ortops.llm.row_files import FileRows, Rows, check_columns, prepared, rows_of
+from ortops.llm.row_files import Columns, FileRows, Rows, check_columns, prepared, rows_of
 from ortops.llm.sequence_pairs import FORMS as FORMS_OF_PAIRS
 from ortops.llm.sequence_pairs import Array, Pair, pair_feeds, prefix_of, read_pair
 from ortops.llm.several_files import SeveralFiles
@@ -65,21 +65,19 @@ class RowKind(ABC):
         self.folder, self.tokenizer, self.words = folder, tokenizer, words
         self.said = set[str]()
 
-    def read(
-        self,
-        data: Rows,
-        max_length: int,
-        train_on: str,
-        columns: Mapping[str, str] | None = None,
-    ) -> Units:
+    def read(self, data: Rows, *settings: Any) -> Units:
         """Reads the rows of a data set; see `ortops.llm.FineTuning.fit`.
 
         Those of large files are not held in memory, but read again when they are needed.
 
+        Args:
+            data: The data set.
+            *settings: ``max_length``, ``train_on``, and ``columns`` if they have other names.
+
         Raises:
             FeedError: If a row has another form, or no row has a token to train.
         """
-        reading, rows = self._reading(max_length, train_on, columns), rows_of(data)
+        reading, rows = self._reading(*settings), rows_of(data)
         held: list[Any] | None = []
         numbers, lengths, size = array("q"), array("q"), 0  # of the row of each unit, its tokens
         for number, units in enumerate(self._units(rows, reading)):
@@ -93,8 +91,8 @@ class RowKind(ABC):
         reading.tell(self.said)
         if not lengths:
             raise FeedError(
-                f"data: no row has a token to train with train_on='{train_on}' and "
-                f"max_length={max_length}; give other rows, or change these arguments"
+                f"data: no row has a token to train with train_on='{reading.train_on}' and "
+                f"max_length={reading.max_length}; give other rows, or change these arguments"
             )
         places = np.array(numbers)
 
@@ -107,22 +105,14 @@ class RowKind(ABC):
         read = again if held is None else held.__getitem__
         return Units(read, places, np.array(lengths))
 
-    def stream(
-        self,
-        data: Iterable[Any],
-        max_length: int,
-        train_on: str,
-        columns: Mapping[str, str] | None = None,
-    ) -> Iterator[Any]:
+    def stream(self, data: Iterable[Any], *settings: Any) -> Iterator[Any]:
         """Yields the rows of a data set of any length, one after another; see `read`."""
-        reading = self._reading(max_length, train_on, columns)
+        reading = self._reading(*settings)
         for units in self._units(data, reading):
             yield from units
         reading.tell(self.said)
 
-    def _reading(
-        self, max_length: int, train_on: str, columns: Mapping[str, str] | None
-    ) -> Reading:
+    def _reading(self, max_length: int, train_on: str, columns: Columns = None) -> Reading:
         check_columns(columns)
         return Reading(self.tokenizer, train_on, max_length, self.words, columns)
 
@@ -239,7 +229,7 @@ class Comparisons(Sequences):
         if is_chat(reply):
             messages = [*messages_in(prompt), *turns_of(reply)]
             more = template_settings(row)
-            return chat(messages, self.tokenizer(), "completion", **more)[0][-1]
+            return chat(messages, self.tokenizer(), "completion", more)[0][0]
         tokens = [*tokens_of(prompt, self.words), *tokens_of(reply, self.words)]
         return example_of(tokens, [place >= len(prompt) for place in range(len(tokens))])
 

@@ -21,6 +21,9 @@ from ortops.llm.folder import Folder
 Message: TypeAlias = Mapping[str, Any]
 """A message of a chat, with ``role`` and ``content``."""
 
+Names: TypeAlias = Mapping[str, Any] | None
+"""Further names that a chat template reads, and their values."""
+
 _LIMITS = ("text_seconds", "text_memory")
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -91,7 +94,7 @@ class Tokenizer:
         """Whether the folder has a chat template."""
         return self._found_template({}) is not None
 
-    def replies(self, messages: Sequence[Message], **more: Any) -> Replies:
+    def replies(self, messages: Sequence[Message], more: Names = None) -> Replies:
         """Returns the text of a chat, and where the replies of the assistant are.
 
         If the template marks replies with ``{% generation %}``, these marks count. Otherwise, the
@@ -99,29 +102,32 @@ class Tokenizer:
 
         Args:
             messages: The messages; one with ``weight`` 0 is not trained.
-            **more: Further names that the template reads, such as ``tools``.
+            more: Further names that the template reads, such as ``tools``, and their values.
 
         Raises:
             ModelError: See `chat`.
         """
+        more = more or {}
         found = self._ask("replies", self._read_template(more), _messages(messages), more)
         return Replies(*found)
 
-    def chat(self, messages: Sequence[Message], *, begin_reply: bool = False, **more: Any) -> str:
+    def chat(
+        self, messages: Sequence[Message], more: Names = None, *, begin_reply: bool = False
+    ) -> str:
         """Returns the text of a chat.
 
         Args:
             messages: The messages.
+            more: See `replies`.
             begin_reply: Whether to add what precedes a reply of the assistant.
-            **more: Further names that the template reads, such as ``tools``.
 
         Raises:
             ModelError: If the folder has no template, or it is wrong.
             RefusedTextError: If the template rejects the messages.
             OrtopsError: If the package jinja2 is not installed.
         """
-        given = _messages(messages), more, begin_reply
-        return str(self._ask("chat", self._read_template(more), *given))
+        given = _messages(messages), more or {}, begin_reply
+        return str(self._ask("chat", self._read_template(more or {}), *given))
 
     def _open(self) -> None:
         """Starts the process of the tokenizer, or reads it in this one if files are trusted."""

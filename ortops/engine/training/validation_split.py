@@ -31,7 +31,7 @@ def hold_out(
         name: The name of the argument.
         unit: What the data set consists of.
         sizes: The number of rows of each group of rows that are held out together, or not at all;
-            the last group that is held out may make them more.
+            the last group that is held out may make them more. They need a seed.
 
     Returns:
         The rows for training and those for validation, in the order in which they are drawn.
