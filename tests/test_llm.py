@@ -807,10 +807,9 @@ def test_replies_that_cannot_be_found_are_said(
     ]
     text = "1 replies that the chat template changes in longer chats are rows of their own"
     assert text in caplog.text
-    counting = "{{ messages | length }}" + THINKING.replace("split('</think>')[-1]", "split('x')")
+    counting = "{% if messages | length < 3 %}{{ messages | length }}{% endif %}"
+    counting += THINKING.replace("text.split('</think>')[-1].lstrip()", "text | length | string")
     tuning = templated(base, tmp_path / "other", counting)
-    with pytest.raises(FeedError, match="no row has a token to train"):
-        tuning.show([{"messages": CHAT[:1]}])
     assert tuning.show([{"messages": CHAT}]).count("«") == 1
     text = "1 rows have replies that the chat template changes: 1 replies are not trained"
     assert text in caplog.text

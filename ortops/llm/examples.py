@@ -115,6 +115,7 @@ class Reading:
         columns: The columns of rows by our names, if they have others.
         met: How many rows or replies there are of each kind that the log tells of.
         opened: What precedes replies in prompts, but not in chats; empty if nothing does.
+        rows: The number of the last row.
     """
 
     tokenizer: Callable[[], Tokenizer]
@@ -124,6 +125,7 @@ class Reading:
     columns: Columns = None
     met: Counter[str] = field(default_factory=Counter)
     opened: str = ""
+    rows: int = 0
 
     def examples(self, row: Any) -> list[Example]:
         """Returns the examples of a row that have a token to train: none, one, or several."""

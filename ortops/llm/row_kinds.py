@@ -89,6 +89,8 @@ class RowKind(ABC):
             if isinstance(rows, FileRows) and size > _HELD:
                 held = None
         reading.tell(self.said)
+        if not lengths and not reading.rows:
+            raise FeedError("data: there are no rows; give at least one")
         if not lengths:
             raise FeedError(
                 f"data: no row has a token to train with train_on='{reading.train_on}' and "
@@ -119,6 +121,7 @@ class RowKind(ABC):
     def _units(self, rows: Iterable[Any], reading: Reading, first: int = 1) -> Iterator[list[Any]]:
         """Yields what each row is for a training: nothing, or one unit or several."""
         for number, row in enumerate(rows, first):
+            reading.rows = number
             found = prepared(row, reading.columns)
             with errors_of(f"data: row {number}", found, self.forms):
                 units = self.units(found, reading, number)
