@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from chats import read_examples
 from violations import all_violations
 
 import ortops
@@ -22,7 +23,7 @@ from ortops.cli import main
 from ortops.engine.training.row_data import grouped
 from ortops.llm import FineTuning
 from ortops.llm.checking import check_folder
-from ortops.llm.examples import batch_of, example_of, read_examples
+from ortops.llm.examples import batch_of, example_of
 from ortops.llm.folder import open_folder
 from ortops.llm.tokenization import Tokenizer
 
@@ -348,7 +349,7 @@ def test_data_sets_of_hugging_face(base: Path) -> None:
     whole = datasets.Dataset.from_list(rows)
     losses = [
         FineTuning(base, rank=1).fit(data, progress=False, validation=0.5)[-1]["loss"]
-        for data in (rows, whole, whole.with_format("numpy"), whole.to_iterable_dataset())
+        for data in (rows, whole, whole.with_format("numpy"))
     ]
     assert len(set(losses)) == 1
     tuning = FineTuning(base, rank=1)
@@ -420,7 +421,7 @@ def test_rows_are_truncated_and_left_out(caplog: pytest.LogCaptureFixture) -> No
         ),
         (
             {"input_ids": [1]},
-            "data must be the path of a file of JSON lines or Parquet, or rows, got dict",
+            "path of a file of JSON lines, JSON, CSV or Parquet, or rows, got dict",
         ),
     ],
 )
@@ -751,6 +752,9 @@ CHAT = [
 ]
 
 
+LAST = "<|assistant|>«<think>no</think>hi<|end|>»"
+
+
 def templated(base: Path, folder: Path, template: str) -> FineTuning:
     shutil.copytree(base, folder)
     (folder / "chat_template.jinja").write_text(template)
@@ -760,10 +764,11 @@ def templated(base: Path, folder: Path, template: str) -> FineTuning:
 @pytest.mark.slow
 def test_replies_whose_reasoning_is_removed_are_found(base: Path, tmp_path: Path) -> None:
     tuning = templated(base, tmp_path / "base", THINKING)
-    assert tuning.show([{"messages": CHAT}]).splitlines()[1] == (
-        "<|user|>hi<|end|><|assistant|>«ho<|end|>»<|user|>ho?<|end|><|assistant|>"
-        "«<think>no</think>hi<|end|>»"
-    )
+    shown = tuning.show([{"messages": CHAT}]).splitlines()
+    assert shown[1::2] == [
+        f"<|user|>hi<|end|><|assistant|>«ho<|end|>»<|user|>ho?<|end|>{LAST}",
+        "<|user|>hi<|end|><|assistant|>«<think>so</think>ho<|end|>»",
+    ]
     last = tuning.show([{"messages": CHAT}], train_on="completion").splitlines()[1]
     assert last.count("«") == 1
     assert last.endswith("«<think>no</think>hi<|end|>»")
@@ -796,6 +801,15 @@ def test_replies_that_cannot_be_found_are_said(
 ) -> None:
     template = THINKING.replace(".lstrip()", ".upper()")
     tuning = templated(base, tmp_path / "base", template)
+    assert tuning.show([{"messages": CHAT}]).splitlines()[1::2] == [
+        f"<|user|>hi<|end|><|assistant|>HO<|end|><|user|>ho?<|end|>{LAST}",
+        "<|user|>hi<|end|><|assistant|>«<think>so</think>ho<|end|>»",
+    ]
+    text = "1 replies that the chat template changes in longer chats are rows of their own"
+    assert text in caplog.text
+    counting = "{% if messages | length < 3 %}{{ messages | length }}{% endif %}"
+    counting += THINKING.replace("text.split('</think>')[-1].lstrip()", "text | length | string")
+    tuning = templated(base, tmp_path / "other", counting)
     assert tuning.show([{"messages": CHAT}]).count("«") == 1
     text = "1 rows have replies that the chat template changes: 1 replies are not trained"
     assert text in caplog.text

@@ -502,9 +502,9 @@ def _add_tune(command: _Command) -> None:
     )
     add("folder", nargs="?", help=about)
     about = (
-        "a file of JSON lines or Parquet, each row with messages or conversations, with "
-        "prompt and completion, with text, or with input_ids; for DPO, with prompt, chosen and "
-        "rejected"
+        "a file of JSON lines, JSON, CSV or Parquet, or a folder of these, each row with messages "
+        "or conversations, with prompt and completion, instruction and output, or question and "
+        "answer, with text, or with input_ids; for DPO, with prompt, chosen and rejected"
     )
     add("data", nargs="?", help=about)
     about = "the folder to write, which is served like the original (default: <folder>-tuned)"

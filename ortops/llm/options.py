@@ -85,6 +85,7 @@ TUNING_FIT: Mapping[str, Option] = {
     "validation": Option(None, _HELD_OUT, "DATA"),
     "save": Option(None, "--save"),
     "save_steps": Option(None, "--checkpoint-steps"),
+    "columns": Option(None, "as prompt=question answer=reply", "NAME=COLUMN", several=True),
 }
 """The declarations of the arguments of `FineTuning.fit`; those of sessions come on top."""
 

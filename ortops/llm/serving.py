@@ -70,7 +70,7 @@ class Server:
                     "append it to the prompt"
                 )
             if isinstance(prompt, str):
-                return tokenizer().tokens(prompt), None, True
+                return tokenizer().tokens(prompt, end=False), None, True
             if len(prompt) and isinstance(prompt[0], Mapping):
                 text = tokenizer().chat(prompt, begin_reply=True)
                 return tokenizer().tokens(text, special=False), None, True
