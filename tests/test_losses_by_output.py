@@ -92,6 +92,7 @@ def test_steps_are_those_of_torch() -> None:
         np.testing.assert_allclose(made.parameters[name], weight.detach(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_is_the_sum_with_default_targets() -> None:
     by_hand = (
         SoftmaxCrossEntropy("kind", target="labels_kind")
@@ -141,6 +142,7 @@ def worst(outputs: Array, targets: Array) -> Any:
     return abs(outputs - targets).max()
 
 
+@pytest.mark.slow
 def test_metrics_by_output_in_fit() -> None:
     stop = EarlyStopping(monitor="validation_accuracy_kind", patience=3)
     given: dict[str, Any] = {"metrics": {"kind": ["accuracy"], "price": ["mae"]}}

@@ -529,6 +529,7 @@ def test_schedules_of_other_arguments_differ() -> None:
 # --------------------------------------------------------------- functions, and one after another
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_functions_and_sequences_are_those_of_torch() -> None:
     """Also in the session's graph, after it was saved, scaled and reset."""
@@ -579,6 +580,7 @@ def test_functions_and_sequences_are_those_of_torch() -> None:
     assert TrainingSession(trainable(SGD(falling))).peak_learning_rate == 1.0
 
 
+@pytest.mark.slow
 def test_sequences_of_the_steps_of_fit() -> None:
     """The first has `at` steps, the second those that are left."""
     rate = schedules.sequence(schedules.polynomial(0.4), schedules.polynomial(0.2), at=4)

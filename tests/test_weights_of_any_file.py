@@ -96,6 +96,7 @@ def is_the_gradient_of_repeated_rows(case: Any) -> None:
         np.testing.assert_allclose(gradient, wanted[name], rtol=1e-8, atol=1e-11, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_steps_of_adam_next_to_torch() -> None:
     """torch's losses of rows, weighted by hand: Σ w · loss / Σ w."""
@@ -150,6 +151,7 @@ def test_a_file_without_weights_trains_as_one_with() -> None:
 MAKERS = session, weighed
 
 
+@pytest.mark.slow
 def test_the_file_keeps_its_own_loss(tmp_path: Path) -> None:
     """Steps without weights are those of a session that never had some."""
     made, data = session(optimizer=Adam(0.01)), rows()
@@ -170,6 +172,7 @@ def test_the_file_keeps_its_own_loss(tmp_path: Path) -> None:
     assert_same_arrays(dict(made.state), dict(opened.state))
 
 
+@pytest.mark.slow
 def test_a_step_in_a_callback_is_unweighted() -> None:
     class Steps(ortops.callbacks.Callback):
         def on_epoch(self, record: Any, session: Any) -> None:
@@ -191,6 +194,7 @@ def test_a_step_in_a_callback_is_unweighted() -> None:
     same(one, with_weights)
 
 
+@pytest.mark.slow
 def test_resume(tmp_path: Path) -> None:
     data, w = rows(), weights()
     call = {"sample_weight": w, "epochs": 3, "batch_size": 6, "progress": False}
@@ -240,6 +244,7 @@ def test_layers_in_training_mode_and_several_heads() -> None:
     assert counts[0] == counts[1], "layers are computed twice"
 
 
+@pytest.mark.slow
 def test_entries() -> None:
     """Entries alone, in turn, and together; what another one trains does not change."""
     data, w = rows_of_heads(12), np.arange(12) % 3
@@ -312,6 +317,7 @@ class OwnLoss(losses.SoftmaxCrossEntropy):
     """A loss of a user's own."""
 
 
+@pytest.mark.slow
 def test_losses_without_a_known_weighted_form_are_refused_with_the_remedy() -> None:
     cases = {
         "does not describe its loss": (own_loss, OwnLoss(), OwnLoss() + SoftmaxCrossEntropy()),
