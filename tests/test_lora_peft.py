@@ -9,12 +9,8 @@ some 1e-6; an adapter changes them by more than 0.1, which is asserted.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import io
-import logging
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +24,7 @@ import torch
 import transformers
 from lora_models import outputs, random_adapter, values, with_values
 from torch import nn
+from torch_exports import exported
 
 import ortops
 from ortops import ModelError, TrainingSession, UnsupportedError, lora
@@ -74,24 +71,6 @@ def images() -> nn.Module:
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(6, 4, 1))
     return nn.Sequential(*layers).eval()
-
-
-def exported(module: nn.Module, given: torch.Tensor, exporter: str) -> onnx.ModelProto:
-    stream = io.BytesIO()
-    settings: dict[str, Any] = {"input_names": ["x"], "output_names": ["y"]}
-    if exporter == "torchscript":
-        settings |= {"dynamo": False, "opset_version": 17}
-        settings["dynamic_axes"] = {"x": {0: "batch"}}
-        target: Any = stream
-    else:
-        settings |= {"dynamo": True, "verbose": False}
-        settings["dynamic_shapes"] = ({0: torch.export.Dim("batch")},)
-        target = None
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-        program = torch.onnx.export(module, (given,), target, **settings)
-    return onnx.load(io.BytesIO(stream.getvalue())) if program is None else program.model_proto
 
 
 @functools.cache

@@ -64,8 +64,8 @@ def add(
     training takes the same steps as PEFT's.
 
     A layer is named after the scope of its node, as written by PyTorch's exporters, or else after
-    its weight. Each layer gets its own adapter, also where weights are tied. Nodes of one layer
-    that read the same weight share an adapter.
+    its weight. Each layer gets its own adapter, also where weights are tied. A layer that is called
+    several times (ALBERT, the shared keys of DeBERTa) has one adapter for all calls, as in PEFT.
 
     As in PEFT, A and B are float32 if the model computes in float16 or bfloat16; their product is
     rounded before it is added.
@@ -172,13 +172,12 @@ def adapted(
     generator = np.random.default_rng(seed)
     layers: dict[object, Layer] = {}
     for target in found:
-        key = (target.module, target.weight, target.kind, target.sizes)
-        layer = layers.get(key)
+        layer = layers.get(target.key)
         if layer is None:
             r = int(_value_for(by_rank, target.module, rank))
             own = float(_value_for(by_alpha, target.module, alpha))
             a, b = _first(target, r, scaling(r, own, rslora=rslora), generator)
-            layer = layers[key] = Layer(target.module, r, own, a, b)
+            layer = layers[target.key] = Layer(target.module, r, own, a, b)
         layer.targets.append(target)
     described = Adapter(rank, alpha, rslora, "", {}, ranks, alphas, dropout)
     return attach(base, list(layers.values()), described)

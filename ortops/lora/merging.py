@@ -63,19 +63,36 @@ def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
     updates: dict[tuple[ir.Node, ...], tuple[str, Array]] = {}
     for name, values in remove_adapter(work, adapted.adapter).items():
         module = adapted.adapter.modules[name]
-        nodes = tuple(_node(value, name) for value in values)
         a, b = adapted.parameters[module.a], adapted.parameters[module.b]
-        with np.errstate(over="ignore", invalid="ignore"):  # `_sum` rejects an overflow
-            product = _product(module, a, b)
-            if nodes in updates:  # another part of a fused layer
-                name, before = updates[nodes]
-                product = before + product
-        updates[nodes] = name, product
+        for nodes in _by_weight([_node(value, name) for value in values]):
+            with np.errstate(over="ignore", invalid="ignore"):  # `_sum` rejects an overflow
+                product, layer = _product(module, a, b), name
+                if nodes in updates:  # another part of a fused layer
+                    layer, before = updates[nodes]
+                    product = before + product
+            updates[nodes] = layer, product
     for nodes, (name, update) in updates.items():
         with np.errstate(over="ignore", invalid="ignore"):
             _fold(work, names, name, nodes, update, dequantize)
     del work.metadata_props[METADATA_KEY]
     return to_proto(work)
+
+
+def _by_weight(nodes: Sequence[ir.Node]) -> list[tuple[ir.Node, ...]]:
+    """Returns the nodes of a layer that read a weight alike: exporters may store it twice."""
+    found: dict[object, list[ir.Node]] = {}
+    for node in nodes:
+        steps = steps_to_weight(node.inputs[_weight_index(node)])
+        source = None if steps is None else (steps[0], *(step.op_type for step in steps[1]))
+        factors = [node.attributes.get_float("alpha", 1.0), node.attributes.get_int("transB", 0)]
+        found.setdefault((node.op_type, source, *factors * (node.op_type == "Gemm")), []).append(
+            node
+        )
+    return [tuple(each) for each in found.values()]
+
+
+def _weight_index(node: ir.Node) -> int:
+    return 0 if node.op_type == "Gather" else 1
 
 
 def _product(module: Module, a: Array, b: Array) -> Array:
@@ -131,7 +148,7 @@ def _fold(
 ) -> None:
     """Adds an update to the weight that nodes share."""
     node = nodes[0]
-    index = 0 if node.op_type == "Gather" else 1
+    index = _weight_index(node)
     found = steps_to_weight(node.inputs[index])
     if found is None:
         raise ModelError(

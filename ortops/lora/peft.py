@@ -27,7 +27,7 @@ from ortops.graph.files.json_text import read_settings
 from ortops.graph.files.loading import ModelLike, readable
 from ortops.graph.files.opening import file_in_folder
 from ortops.graph.files.serialization import to_proto
-from ortops.graph.layer_names import FUSED, ends_with, standard
+from ortops.graph.layer_names import ends_with, standard
 from ortops.graph.safetensors import dump_safetensors, read_safetensors
 from ortops.lora.addition import Base, Layer, attach, read_base
 from ortops.lora.model import (
@@ -101,7 +101,8 @@ def to_peft(
 
     Raises:
         ModelError: If the model has no adapter, its base has changed since the adapter was added,
-            the adapter's values are not finite, or a layer's name does not start with the prefix.
+            the adapter's values are not finite, a layer's name does not start with the prefix, or
+            two layers that differ have one name.
         OSError: If a file cannot be written.
 
     Example:
@@ -120,6 +121,7 @@ def to_peft(
     if model_type is None and isinstance(model, (str, os.PathLike)):
         model_type = model_type_beside(Path(model).absolute())
     adapter = adapted.adapter
+    places = _places(adapted)
     layers: dict[str, PeftLayer] = {}
     for name, module in adapter.modules.items():
         if not module.peft and not standard(name).startswith(prefix):
@@ -127,13 +129,18 @@ def to_peft(
                 f"prefix: layer '{name}' does not start with '{prefix}'; give a prefix that all "
                 "layers share"
             )
+        if not module.peft and name not in places:
+            raise ModelError(
+                f"model: layer '{name}' got a number, as the model has two layers of one name that "
+                "differ, so its name in PEFT is unknown; add an adapter that leaves it out"
+            )
         a, b = (adapted.parameters[n].swapaxes(0, 1) for n in (module.a, module.b))
         b = _unscaled(module.peft or name, b, adapter.scaling(module))
         layers[name] = PeftLayer(module.kind, module.rank, module.alpha, a, b, module.columns)
     written = peft_layers(
         layers,
         {name: module.peft for name, module in adapter.modules.items()},
-        _columns(adapted),
+        {name: places.get(name, {}) for name in adapter.modules},
         prefix=prefix,
         model_type=model_type,
         rslora=adapter.rslora,
@@ -147,18 +154,16 @@ def to_peft(
     write_together(Path(folder), {_WEIGHTS: content, _CONFIG: f"{config}\n".encode()})
 
 
-def _columns(adapted: Adapted) -> dict[str, dict[str, Sequence[int]]]:
-    """Returns the columns of the parts of fused layers, by the names of both."""
-    fused = [name for name in adapted.adapter.modules if name.rpartition(".")[2] in FUSED]
-    if not fused:
-        return {}
+def _places(adapted: Adapted) -> dict[str, dict[str, Sequence[int]]]:
+    """Returns the layers of a model and parts of fused ones, with the columns of their parts."""
     work = convert.to_ir(adapted.model)
     remove_adapter(work, adapted.adapter)
-    return {
-        target.module: {part.module: part.columns for part in parts(target)}
-        for target in targets(work)
-        if target.module in fused
-    }
+    found: dict[str, dict[str, Sequence[int]]] = {}
+    for target in targets(work):
+        pieces = parts(target)
+        found.update({part.module: {} for part in pieces})
+        found[target.module] = {part.module: part.columns for part in pieces}
+    return found
 
 
 def _written_config(adapter: Adapter, modules: Mapping[str, PeftLayer]) -> dict[str, Any]:

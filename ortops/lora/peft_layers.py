@@ -100,7 +100,7 @@ class Places:
 
 def _single(fitting: list[Target], peft: str) -> list[Target]:
     """Rejects nodes of several layers, and nodes that cannot have an adapter."""
-    if len({(t.module, t.weight) for t in fitting}) > 1:
+    if len({t.key for t in fitting}) > 1:
         names = ", ".join(f"'{t.module}' ({t.weight.name})" for t in fitting)
         raise ModelError(
             f"layer '{peft}' matches several layers of the model: {names}; export the module that "
