@@ -131,6 +131,7 @@ PAIRS: dict[str, list[Pair]] = {
         Pair("--rank 3", ADD, "rank", 3),
         Pair("--alpha 3", ADD, "alpha", 3.0),
         Pair("--dropout 0.5", ADD, "dropout", 0.5),
+        Pair("--dora", ADD, "dora", True),
         Pair("--targets a b", ADD, "targets", ["a", "b"]),
         Pair("--targets a --targets b", ADD, "targets", ["a", "b"]),
     ],

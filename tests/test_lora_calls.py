@@ -12,6 +12,7 @@ import pytest
 from lora_models import normal, outputs, random_adapter, values, with_values
 from onnx import helper, numpy_helper
 
+import ortops
 from ortops import ModelError, lora
 
 ROWS = normal(3, 6)
@@ -130,3 +131,13 @@ def test_calls_of_exported_modules_are_those_of_peft(exporter: str, tmp_path: Pa
     with torch.no_grad():
         np.testing.assert_allclose(back(x).numpy(), outputs(added, feeds)[0], atol=1e-5)
     assert values(added).keys() > values(base).keys()
+
+
+def test_an_adapter_of_several_calls_is_no_weight_that_was_merged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """B begins with zeros, which in other weights that several nodes read may be no coincidence."""
+    model = lora.add(chain(("/fc/MatMul", W, "w"), ("/fc_1/MatMul", W, "w")), rank=2)
+    with caplog.at_level("WARNING", "ortops"):
+        ortops.build_training_model(model, loss="MeanSquaredError", optimizer="SGD")
+    assert "holds one number" not in caplog.text

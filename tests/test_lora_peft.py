@@ -385,7 +385,6 @@ def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_dora": True}, r"DoRA is not supported \(use_dora is true\); train"),
         ({"bias": "lora_only"}, r"bias must be 'none', got 'lora_only'; train without the biases"),
         (
             {"modules_to_save": ["pooler"]},

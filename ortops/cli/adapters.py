@@ -24,7 +24,8 @@ def lora(options: argparse.Namespace) -> int:
     model = read_model(options.model)
     if options.action == "add":
         settings = options.rank, options.alpha, options.targets
-        write_model(lora_models.add(model, *settings, dropout=options.dropout), options.output)
+        more = {"dropout": options.dropout, "dora": options.dora}
+        write_model(lora_models.add(model, *settings, **more), options.output)
     elif options.action == "merge":
         write_model(_merged(_trained(model), options), options.output)
     elif Path(options.output).suffix == ".onnx_adapter":

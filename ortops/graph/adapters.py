@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from ortops.errors import ModelError
 from ortops.graph.files.json_fields import (
@@ -41,6 +42,7 @@ class Module:
         peft: The layer's name in PEFT; empty if unknown.
         columns: The first and the last column (exclusive) of the node's output that the layer is,
             and the number of all columns; empty if the layer is all of it.
+        dora: Whether the magnitudes of the weight's columns are trained, too (DoRA).
     """
 
     kind: str
@@ -51,6 +53,26 @@ class Module:
     tensors: list[list[str]]
     peft: str = ""
     columns: list[int] = field(default_factory=list)
+    dora: bool = False
+
+    @property
+    def scale(self) -> str:
+        """The name of the factor of each output in DoRA, which files of adapters hold."""
+        return f"{self._scope}.lora_scale"
+
+    @property
+    def magnitude(self) -> str:
+        """The name of the magnitude of each output in DoRA, which is trained."""
+        return f"{self._scope}.lora_magnitude_vector.weight"
+
+    @property
+    def square(self) -> str:
+        """The name of the squared norms of the weight of the base, by output."""
+        return f"{self._scope}.lora_base_square"
+
+    @property
+    def _scope(self) -> str:
+        return self.a.removesuffix(".lora_A.weight")
 
 
 @dataclass(frozen=True)
@@ -78,9 +100,15 @@ class Adapter:
     dropout: float = 0.0
 
     @property
-    def parameters(self) -> list[str]:
+    def matrices(self) -> list[str]:
         """The names of all A and B, in the order of the layers."""
         return [name for module in self.modules.values() for name in (module.a, module.b)]
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of what is trained: A and B, and the magnitudes of DoRA."""
+        magnitudes = [module.magnitude for module in self.modules.values() if module.dora]
+        return [*self.matrices, *magnitudes]
 
     def scaling(self, module: Module) -> float:
         """Returns the scaling that B includes."""
@@ -100,7 +128,7 @@ class Adapter:
         Raises:
             ModelError: If one is missing.
         """
-        for name in self.parameters:
+        for name in self.matrices:
             if name not in known:
                 raise ModelError(
                     f"model: '{name}' of its adapter must be both an input and an initializer; "
@@ -108,15 +136,23 @@ class Adapter:
                 )
 
     def dumps(self) -> str:
-        """Returns the JSON, without ``dropout`` if it is 0."""
-        return json.dumps({k: v for k, v in asdict(self).items() if k != "dropout" or v})
+        """Returns the JSON, without what has no effect."""
+        found = _with_effect(asdict(self))
+        return json.dumps(
+            found | {"modules": {n: _with_effect(m) for n, m in found["modules"].items()}}
+        )
 
     def __str__(self) -> str:
         ranks = sorted({module.rank for module in self.modules.values()})
         alphas = sorted({module.alpha for module in self.modules.values()})
         rank, alpha = (", ".join(f"{each:g}" for each in numbers) for numbers in (ranks, alphas))
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
+        dropout += ", DoRA" * any(module.dora for module in self.modules.values())
         return f"rank {rank}, alpha {alpha}{dropout}, on {len(self.modules)} layers"
+
+
+def _with_effect(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in _OPTIONAL or value}
 
 
 def scaling(rank: int, alpha: float, *, rslora: bool) -> float:
@@ -247,8 +283,9 @@ FIELDS: Mapping[str, Expected] = {
     "tensors": array_of("pairs of names", _is_pair, least=1),
     "peft": TEXT,
     "columns": Expected("an array of no or three integers", _is_columns),
+    "dora": BOOLEAN,
 }
 """What each field of `Adapter` and `Module` must be."""
 
-_OPTIONAL = ("dropout",)
+_OPTIONAL = ("dropout", "dora")
 """Fields that `Adapter.dumps` leaves out where they have no effect."""

@@ -25,6 +25,7 @@ from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.layer_names import standard
 from ortops.graph.names import Names
+from ortops.lora.evaluation import norms_of, product, squares_of
 from ortops.lora.fingerprints import fingerprint
 from ortops.lora.model import WITHOUT_TRAINING, Array
 from ortops.lora.patterns import Patterns
@@ -49,6 +50,7 @@ def add(
     rank_pattern: Mapping[str, int] | None = None,
     alpha_pattern: Mapping[str, float] | None = None,
     dropout: float = 0.0,
+    dora: bool = False,
     seed: int = 0,
 ) -> onnx.ModelProto:
     """Returns a model with a low-rank adapter (LoRA). Its outputs are the same until it is trained.
@@ -94,6 +96,10 @@ def add(
             and below 1; the others are multiplied by 1 / (1 - dropout). The layers draw masks of
             their own. As in PEFT, inference drops nothing, and adapters of embeddings have no
             dropout.
+        dora: Whether each output of a layer is scaled by m / ‖W + scaling · B A‖ (DoRA), where m,
+            the magnitude, is trained too, and the norm is that of the output's weights and has no
+            gradient, as in PEFT. The scale is an input, ``<layer>.lora_scale``, which
+            `save_adapter` computes. Dropout drops only what A reads.
         seed: The seed of the random initial values.
 
     Returns:
@@ -109,7 +115,7 @@ def add(
             operators, recurrent layers, g_idx of MatMulNBits; or dropout is given and a target is
             inside a branch or a loop.
 
-    Source: arXiv:2106.09685 (LoRA); arXiv:2312.03732 (rsLoRA).
+    Source: arXiv:2106.09685 (LoRA); arXiv:2312.03732 (rsLoRA); arXiv:2402.09353 (DoRA).
 
     Example:
         >>> from ortops.docs import examples
@@ -118,7 +124,8 @@ def add(
         {'fc1.lora_A.weight': [4, 2], 'fc1.lora_B.weight': [2, 16]}
     """
     pairs = rank_pattern, alpha_pattern
-    return to_proto(adapted(read_base(model), rank, alpha, targets, rslora, *pairs, dropout, seed))
+    settings = (rank, alpha, targets, rslora, *pairs, dropout, seed, dora)
+    return to_proto(adapted(read_base(model), *settings))
 
 
 def adapted(
@@ -131,6 +138,7 @@ def adapted(
     alpha_pattern: Mapping[str, float] | None = None,
     dropout: float = 0.0,
     seed: int = 0,
+    dora: bool = False,
 ) -> ir.Model:
     """Adds an adapter to a model; see `add`.
 
@@ -144,7 +152,9 @@ def adapted(
         alpha_pattern: Alphas of particular layers.
         dropout: The ratio of elements that training drops before A.
         seed: The seed of the random initial values.
+        dora: Whether to train magnitudes, too.
     """
+    dora = boolean("dora", dora)
     rslora, seed = boolean("rslora", rslora), whole_number("seed", seed, 0)
     rank, alpha = whole_number("rank", rank, 1), number("alpha", alpha, above=0)
     dropout = number("dropout", dropout, minimum=0, below=1)
@@ -177,7 +187,7 @@ def adapted(
             r = int(_value_for(by_rank, target.module, rank))
             own = float(_value_for(by_alpha, target.module, alpha))
             a, b = _first(target, r, scaling(r, own, rslora=rslora), generator)
-            layer = layers[target.key] = Layer(target.module, r, own, a, b)
+            layer = layers[target.key] = Layer(target.module, r, own, a, b, dora=dora)
         layer.targets.append(target)
     described = Adapter(rank, alpha, rslora, "", {}, ranks, alphas, dropout)
     return attach(base, list(layers.values()), described)
@@ -235,6 +245,8 @@ class Layer:
         b: The values of B, multiplied by the scaling.
         targets: The nodes of the layer.
         peft: The layer's name in PEFT.
+        dora: Whether it has magnitudes.
+        magnitude: Their values; None for the norms of the weight.
     """
 
     module: str
@@ -244,6 +256,8 @@ class Layer:
     b: Array
     targets: list[Target] = field(default_factory=list)
     peft: str = ""
+    dora: bool = False
+    magnitude: Array | None = None
 
 
 def read_base(model: ModelLike | LightModel) -> Base:
@@ -292,29 +306,24 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> ir.Model:
     names, opset = Names(work.graph), work.graph.opset_imports.get("", 1)
     modules = {}
     for layer in layers:
-        if adapter.dropout and layer.targets[0].kind != "embedding":
+        if (adapter.dropout and layer.targets[0].kind != "embedding") or layer.dora:
             _refuse_inner(layer, work.graph)
         module = _unique(layer.module, names)
         a = _parameter(work.graph, f"{module}.lora_A.weight", layer.a)
         b = _parameter(work.graph, f"{module}.lora_B.weight", layer.b)
-        modules[module] = Module(
-            layer.targets[0].kind,
-            a.name or "",
-            b.name or "",
-            layer.rank,
-            layer.alpha,
-            [
-                _place(target, a, b, module, names, opset, adapter.dropout)
-                for target in layer.targets
-            ],
-            layer.peft,
-            list(layer.targets[0].columns),
-        )
-    described = replace(adapter, fingerprint=base.fingerprint, modules=modules)
-    work.metadata_props[METADATA_KEY] = described.dumps()
+        kind, columns = layer.targets[0].kind, list(layer.targets[0].columns)
+        described = (kind, a.name or "", b.name or "", layer.rank, layer.alpha)
+        new = Module(*described, [], layer.peft, columns, layer.dora)
+        scale = _scale(work, layer, new) if layer.dora else None
+        for target in layer.targets:
+            placed = _place(target, (a, b, scale), module, names, opset, adapter.dropout)
+            new.tensors.append(placed)
+        modules[module] = new
+    result = replace(adapter, fingerprint=base.fingerprint, modules=modules)
+    work.metadata_props[METADATA_KEY] = result.dumps()
     work.ir_version = max(work.ir_version, _INITIALIZERS_MAY_BE_INPUTS_OR_NOT)
     count = sum(layer.a.size + layer.b.size for layer in layers)
-    say_note("added an adapter of %s: %s trainable parameters", described, f"{count:,}")
+    say_note("added an adapter of %s: %s trainable parameters", result, f"{count:,}")
     return work
 
 
@@ -338,6 +347,31 @@ def _parameter(graph: ir.Graph, name: str, array: Array) -> ir.Value:
     return value
 
 
+def _scale(work: ir.Model, layer: Layer, module: Module) -> ir.Value:
+    """Adds the magnitudes of a layer and the norms of its weight; returns the scale, an input."""
+    target = layer.targets[0]
+    if target.columns and work.graph.opset_imports.get("", 1) < _PADS_ARE_INPUTS:
+        raise UnsupportedError(
+            f"{describe(target.node)}: '{target.module}' is a part of a layer, which DoRA needs "
+            f"opset {_PADS_ARE_INPUTS} for; adapt the whole layer"
+        )
+    squares = squares_of(work, target.node, target.kind)
+    first, last, _ = target.columns or (0, len(squares), 0)
+    shape = (last - first, *(1 for _ in target.kernel))
+    squares_here = squares[first:last].reshape(shape).astype(layer.a.dtype)
+    norms = np.sqrt(squares[first:last]).reshape(shape).astype(layer.a.dtype)
+    scale = np.ones_like(norms)
+    if layer.magnitude is not None:
+        update = product(module, layer.a, layer.b)
+        found = norms_of(module, norms, squares_of(work, target.node, target.kind, update))
+        norms = layer.magnitude.reshape(shape).astype(norms.dtype)
+        scale = norms / found
+    for name, array in ((module.magnitude, norms), (module.square, squares_here)):
+        value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+        work.graph.register_initializer(value)
+    return _parameter(work.graph, module.scale, scale)
+
+
 def _first(
     target: Target, rank: int, scale: float, generator: np.random.Generator
 ) -> tuple[Array, Array]:
@@ -355,8 +389,16 @@ def _first(
 def _padded(
     b: ir.Value, columns: Sequence[int], opset: int, emit: Callable[..., ir.Value]
 ) -> ir.Value:
-    """Returns B of a part of a fused layer, with zeros for the columns of the other parts."""
+    """Returns B of a part of a fused layer, with zeros for the columns of the other parts.
+
+    The scales of DoRA, which have one axis, get ones.
+    """
     first, last, count = columns
+    if b.shape is not None and len(b.shape) == 1:
+        ends = ir.tensor(np.array([first, count - last], np.int64))
+        one = ir.tensor(np.ones((), b.dtype.numpy() if b.dtype else np.float32))
+        values = (emit("Constant", [], [ir.AttrTensor("value", each)]) for each in (ends, one))
+        return emit("Pad", [b, *values])
     pads = [0, first, 0, count - last]
     if opset < _PADS_ARE_INPUTS:
         return emit("Pad", [b], [ir.AttrInt64s("pads", pads)])
@@ -365,12 +407,13 @@ def _padded(
 
 
 def _refuse_inner(layer: Layer, graph: ir.Graph) -> None:
-    """Rejects dropout for a layer in a sub-graph, where the masks could not be drawn again."""
+    """Rejects a layer in a sub-graph, where masks could not be drawn again, nor norms computed."""
     for target in layer.targets:
         if target.node.graph is not graph:
             raise UnsupportedError(
                 f"{describe(target.node)}: layer '{layer.module}' is inside a branch or a loop, "
-                "where adapters cannot have dropout; use dropout=0 (lora_dropout in PEFT)"
+                "where adapters cannot have dropout and DoRA; use dropout=0 (lora_dropout in PEFT) "
+                "and dora=False"
             )
 
 
@@ -384,8 +427,7 @@ def _dropped(x: ir.Value, ratio: float, opset: int, emit: Callable[..., ir.Value
 
 def _place(
     target: Target,
-    a: ir.Value,
-    b: ir.Value,
+    parameters: tuple[ir.Value, ir.Value, ir.Value | None],
     module: str,
     names: Names,
     opset: int,
@@ -397,6 +439,7 @@ def _place(
         The names of the output without the adapter, and with it.
     """
     node, nodes = target.node, list[ir.Node]()
+    a, b, scale = parameters
 
     def emit(
         op_type: str, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr] = ()
@@ -426,19 +469,49 @@ def _place(
         if node.op_type == "Gemm" and node.attributes.get_int("transA", 0) == 1:
             x = emit("Transpose", [x], [ir.AttrInt64s("perm", [1, 0])])
         delta = emit("MatMul", [emit("MatMul", [x, a]), factor])
-    if target.adapter_dtype != target.dtype:
-        delta = emit("Cast", [delta], [ir.AttrInt64("to", target.dtype.value)])
     y = _rounded(target.y)
     total = emit("Add", [delta, delta])
+    last_node = nodes.pop()
     total.type, total.shape = y.type, y.shape
     take_place(y, total)
     y.name = names.unique(f"{module}.lora/base")
-    nodes[-1].replace_input_with(0, y)
+    if scale is not None:
+        if target.columns:
+            scale = _padded(scale, target.columns, opset, emit)
+        delta = _scaled(target, y, delta, scale, emit)
+    if target.adapter_dtype != target.dtype:
+        delta = emit("Cast", [delta], [ir.AttrInt64("to", target.dtype.value)])
+    nodes.append(last_node)
+    last_node.replace_input_with(0, y)
+    last_node.replace_input_with(1, delta)
     last = y.producer()
     assert last is not None
     assert isinstance(last.graph, ir.Graph)
     last.graph.insert_after(last, nodes)
     return [y.name, total.name or ""]
+
+
+def _scaled(
+    target: Target, y: ir.Value, delta: ir.Value, scale: ir.Value, emit: Callable[..., ir.Value]
+) -> ir.Value:
+    """Returns g · (W x + B A x) − W x, what DoRA adds to a layer's output, given W x + b."""
+    node, bias = target.node, None
+    index = {"Gemm": 2, "Conv": 2, "MatMulNBits": 5}.get(node.op_type, len(node.inputs))
+    if index < len(node.inputs):
+        bias = node.inputs[index]
+    beta = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
+    if target.adapter_dtype != target.dtype:
+        wide = [ir.AttrInt64("to", target.adapter_dtype.value)]
+        y, bias = emit("Cast", [y], wide), None if bias is None else emit("Cast", [bias], wide)
+    if bias is not None and target.kernel:
+        shape = ir.tensor(np.array([-1, *(1 for _ in target.kernel)], np.int64))
+        bias = emit("Reshape", [bias, emit("Constant", [], [ir.AttrTensor("value", shape)])])
+    if bias is not None and beta != 1:
+        factor = ir.tensor(np.array(beta, target.adapter_dtype.numpy()))
+        bias = emit("Mul", [bias, emit("Constant", [], [ir.AttrTensor("value", factor)])])
+    if bias is not None:
+        y = emit("Sub", [y, bias])
+    return emit("Sub", [emit("Mul", [scale, emit("Add", [y, delta])]), y])
 
 
 def _rounded(value: ir.Value) -> ir.Value:

@@ -36,6 +36,7 @@ class PeftLayer:
         a: A, [rank, in, …].
         b: B without the scaling, [out, rank, …].
         columns: For a part of a fused layer, see `ortops.graph.adapters.Module`.
+        magnitude: The magnitudes of DoRA, [out]; None without.
     """
 
     kind: str
@@ -44,6 +45,12 @@ class PeftLayer:
     a: Array
     b: Array
     columns: Sequence[int] = ()
+    magnitude: Array | None = None
+
+    def rows(self, first: int, last: int) -> PeftLayer:
+        """Returns the layer of some outputs."""
+        magnitude = None if self.magnitude is None else self.magnitude[first:last]
+        return replace(self, b=self.b[first:last], magnitude=magnitude)
 
 
 class Places:
@@ -147,7 +154,7 @@ def peft_layers(
             continue
         if not own and is_separating and columns.get(name):
             each = {
-                standard(part).removeprefix(prefix): replace(layer, b=layer.b[first:last])
+                standard(part).removeprefix(prefix): layer.rows(first, last)
                 for part, (first, last, _) in columns[name].items()
             }
         else:
@@ -168,6 +175,14 @@ def _joined(name: str, layers: Mapping[str, PeftLayer], rslora: bool) -> PeftLay
     given = [layers[part] for part in order]
     spans = _spans(name, order, given)
     first = given[0]
+    magnitude = None
+    if any(each.magnitude is not None for each in given):
+        found = [each.magnitude for each in given if each.magnitude is not None]
+        magnitude = np.concatenate(found)
+        if len(magnitude) != spans[0][2]:
+            raise ModelError(
+                f"model: PEFT's layer '{name}' needs DoRA for all its parts; add the others"
+            )
     alike = all(each.alpha == first.alpha and np.array_equal(each.a, first.a) for each in given)
     rank = first.rank if alike else sum(each.rank for each in given)
     scale = scaling(first.rank, first.alpha, rslora=rslora)
@@ -179,7 +194,7 @@ def _joined(name: str, layers: Mapping[str, PeftLayer], rslora: bool) -> PeftLay
         column += 0 if alike else each.rank
     alpha = first.alpha if alike else scale / scaling(rank, 1.0, rslora=rslora)
     a = first.a if alike else np.concatenate([each.a for each in given])
-    return PeftLayer("linear", rank, alpha, a, b)
+    return PeftLayer("linear", rank, alpha, a, b, magnitude=magnitude)
 
 
 def _spans(
