@@ -9,7 +9,8 @@ resumed training continues in the middle of it. The learning rate of a step is t
 The same formula computes on numpy arrays and emits nodes for `ortops.Tensor`. A custom schedule is
 ``Schedule(peak, factor)`` with a function of ``n``.
 
-With ``warmup=w`` the factor rises from 0 as ``n / w`` during the first ``w`` steps. The schedule
+With ``warmup=w`` the factor rises from 0 as ``n / w`` during the first ``w`` steps; a fraction
+below 1 means ``⌈w · steps⌉``, like ``warmup_ratio`` of Hugging Face's transformers. The schedule
 starts after the warm-up, with ``n - w`` in place of ``n``. In schedules with ``steps``, this is the
 total number of steps, including the warm-up; after these steps the factor stays at its last value.
 
@@ -102,19 +103,19 @@ class Schedule:
         if self.needs_steps:
             raise ArgumentError(
                 f"schedule {self.description}: the number of steps is not known before fit; give "
-                "steps= to compute learning rates"
+                "steps=, or a warm-up in steps, to compute learning rates"
             )
         n = np.asarray(finished_steps, np.float64)
         rates = self.peak * np.asarray(self.factor(n), np.float64)
         return rates if n.ndim else float(rates)
 
 
-def constant(peak: float, *, warmup: int = 0) -> Schedule:
+def constant(peak: float, *, warmup: float = 0) -> Schedule:
     """Constant learning rate: ``f = 1``.
 
     Args:
         peak: The learning rate.
-        warmup: The number of warm-up steps, in which the learning rate rises from 0.
+        warmup: The number of warm-up steps, or a fraction, in which the rate rises from 0.
 
     Raises:
         ArgumentError: If an argument is out of range.
@@ -130,14 +131,14 @@ def constant(peak: float, *, warmup: int = 0) -> Schedule:
     return _schedule("constant", peak, _Formula(_constant), warmup)
 
 
-def step(peak: float, *, every: int, factor: float = 0.1, warmup: int = 0) -> Schedule:
+def step(peak: float, *, every: int, factor: float = 0.1, warmup: float = 0) -> Schedule:
     """Step decay: ``f = factor ^ ⌊n / every⌋``, like PyTorch's ``StepLR``.
 
     Args:
         peak: The initial learning rate.
         every: The number of steps between decays.
         factor: The decay factor, in (0, 1].
-        warmup: The number of warm-up steps, in which the learning rate rises from 0.
+        warmup: The number of warm-up steps, or a fraction, in which the rate rises from 0.
 
     Raises:
         ArgumentError: If an argument is out of range.
@@ -155,7 +156,7 @@ def step(peak: float, *, every: int, factor: float = 0.1, warmup: int = 0) -> Sc
     return _schedule("step", peak, formula, warmup, every=every, factor=factor)
 
 
-def exponential(peak: float, *, factor: float, every: int = 1, warmup: int = 0) -> Schedule:
+def exponential(peak: float, *, factor: float, every: int = 1, warmup: float = 0) -> Schedule:
     """Exponential decay: ``f = factor ^ (n / every)``, like PyTorch's ``ExponentialLR``.
 
     Args:
@@ -163,7 +164,7 @@ def exponential(peak: float, *, factor: float, every: int = 1, warmup: int = 0) 
         factor: The decay factor per ``every`` steps, in (0, 1].
         every: The number of steps in which the learning rate is multiplied by ``factor``; 1 in
             PyTorch.
-        warmup: The number of warm-up steps, in which the learning rate rises from 0.
+        warmup: The number of warm-up steps, or a fraction, in which the rate rises from 0.
 
     Raises:
         ArgumentError: If an argument is out of range.
@@ -183,7 +184,12 @@ def exponential(peak: float, *, factor: float, every: int = 1, warmup: int = 0) 
 
 
 def polynomial(
-    peak: float, *, steps: int | None = None, power: float = 1.0, end: float = 0.0, warmup: int = 0
+    peak: float,
+    *,
+    steps: int | None = None,
+    power: float = 1.0,
+    end: float = 0.0,
+    warmup: float = 0,
 ) -> Schedule:
     """Polynomial decay: ``f = end + (1 - end) · (1 - n / steps) ^ power``.
 
@@ -194,7 +200,7 @@ def polynomial(
         steps: The total number of training steps; None for those of `fit`.
         power: The exponent, positive; 1 gives linear decay.
         end: The factor after the last step, in [0, 1].
-        warmup: The number of warm-up steps, in which the learning rate rises from 0.
+        warmup: The number of warm-up steps, or a fraction, in which the rate rises from 0.
 
     Raises:
         ArgumentError: If an argument is out of range.
@@ -210,7 +216,7 @@ def polynomial(
 
 
 def cosine(
-    peak: float, *, steps: int | None = None, end: float = 0.0, restarts: int = 0, warmup: int = 0
+    peak: float, *, steps: int | None = None, end: float = 0.0, restarts: int = 0, warmup: float = 0
 ) -> Schedule:
     """Cosine annealing: ``f = end + (1 - end) · (1 + cos(π · n / steps)) / 2``.
 
@@ -223,7 +229,7 @@ def cosine(
         steps: The total number of training steps; None for those of `fit`.
         end: The factor after the last step, in [0, 1].
         restarts: The number of warm restarts.
-        warmup: The number of warm-up steps, in which the learning rate rises from 0, once.
+        warmup: The number of warm-up steps, or a fraction, in which the rate rises from 0, once.
 
     Raises:
         ArgumentError: If an argument is out of range.
@@ -292,14 +298,14 @@ def one_cycle(
 
 
 def warmup_cosine(
-    peak: float, *, steps: int | None = None, warmup: int, end: float = 0.0
+    peak: float, *, steps: int | None = None, warmup: float, end: float = 0.0
 ) -> Schedule:
     """Linear warm-up from 0 in ``warmup`` steps, then cosine annealing (see `cosine`).
 
     Args:
         peak: The highest learning rate.
         steps: The total number of training steps, including the warm-up; None for those of `fit`.
-        warmup: The number of warm-up steps.
+        warmup: The number of warm-up steps, or a fraction of all steps.
         end: The factor after the last step, in [0, 1].
 
     Raises:
@@ -317,14 +323,14 @@ def warmup_cosine(
 
 
 def warmup_linear(
-    peak: float, *, steps: int | None = None, warmup: int, end: float = 0.0
+    peak: float, *, steps: int | None = None, warmup: float, end: float = 0.0
 ) -> Schedule:
     """Linear warm-up from 0 in ``warmup`` steps, then linear decay (see `polynomial`).
 
     Args:
         peak: The highest learning rate.
         steps: The total number of training steps, including the warm-up; None for those of `fit`.
-        warmup: The number of warm-up steps.
+        warmup: The number of warm-up steps, or a fraction of all steps.
         end: The factor after the last step, in [0, 1].
 
     Raises:
@@ -359,11 +365,11 @@ class _Formula:
 
     of: Callable[..., Any]
     arguments: tuple[float, ...] = ()
-    warmup: int = 0
+    warmup: float = 0
 
     def __call__(self, n: Any) -> Any:
         xp = n.__array_namespace__()
-        if not self.warmup:
+        if isinstance(self.warmup, int) and not self.warmup:
             return self.of(n, xp, *self.arguments)
         after = self.of(xp.maximum(n - self.warmup, 0.0), xp, *self.arguments)
         return xp.where(n < self.warmup, n / self.warmup, after)
@@ -383,14 +389,32 @@ class _Lengths:
     of: Callable[..., Any]
     arguments: Callable[..., tuple[Any, ...]]
     given: tuple[float, ...]
-    warmup: int = 0
+    warmup: float = 0
 
     def __call__(self, n: Any, steps: Any) -> Any:
         return self.known(steps)(n)
 
     def known(self, steps: Any) -> _Formula:
         """Returns the factor for a total number of steps."""
-        return _Formula(self.of, self.arguments(steps - self.warmup, *self.given), self.warmup)
+        warmup, rest = self.warmup, steps - self.warmup
+        if 0 < warmup < 1:
+            warmup = _rounded_up(warmup * steps)
+            rest = steps - warmup
+            rest = max(rest, 1) if isinstance(rest, int) else _largest(rest, 1.0)
+        return _Formula(self.of, self.arguments(rest, *self.given), warmup)
+
+
+def _rounded_up(value: Any) -> Any:
+    """Returns the next integer; a Tensor for a Tensor."""
+    return math.ceil(value) if isinstance(value, float) else value.__array_namespace__().ceil(value)
+
+
+def _largest(value: Any, bound: float) -> Any:
+    return value.__array_namespace__().maximum(value, bound)
+
+
+def _of_any_length(_: Any, *given: Any) -> tuple[Any, ...]:
+    return given
 
 
 def _of_polynomial(length: Any, power: float, end: float) -> tuple[Any, ...]:
@@ -446,7 +470,7 @@ def _one_cycle(n: Any, xp: Any, top: float, last: int, start: float, end: float)
 
 
 def _falling(
-    name: str, peak: float, steps: int | None, power: float, end: float, warmup: int
+    name: str, peak: float, steps: int | None, power: float, end: float, warmup: float
 ) -> Schedule:
     """Returns a schedule with polynomial decay."""
     steps, warmup = _lengths(name, steps, warmup)
@@ -458,7 +482,7 @@ def _falling(
 
 
 def _waving(
-    name: str, peak: float, steps: int | None, end: float, restarts: int, warmup: int
+    name: str, peak: float, steps: int | None, end: float, restarts: int, warmup: float
 ) -> Schedule:
     """Returns a schedule with cosine annealing."""
     steps, warmup = _lengths(name, steps, warmup)
@@ -470,10 +494,12 @@ def _waving(
 
 
 def _schedule(
-    name: str, peak: float, formula: _Formula | _Lengths, warmup: int, **arguments: Any
+    name: str, peak: float, formula: _Formula | _Lengths, warmup: float, **arguments: Any
 ) -> Schedule:
     """Returns a schedule with a warm-up, whose description lists its arguments."""
-    warmup = _count(name, "warmup", warmup)
+    warmup = _warmup(name, warmup)
+    if isinstance(formula, _Formula) and 0 < warmup < 1:
+        formula = _Lengths(formula.of, _of_any_length, formula.arguments)
     given = arguments | ({"warmup": warmup} if warmup else {})
     text = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
     factor = replace(formula, warmup=warmup)
@@ -508,9 +534,9 @@ _WITH_STEPS: Mapping[str, Callable[..., Schedule]] = {
 }
 
 
-def _lengths(name: str, steps: int | None, warmup: int) -> tuple[int | None, int]:
+def _lengths(name: str, steps: int | None, warmup: float) -> tuple[int | None, float]:
     """Returns the total number of steps and the number of warm-up steps."""
-    first = _count(name, "warmup", warmup)
+    first = _warmup(name, warmup)
     if steps is None:
         return None, first
     steps = _count(name, "steps", steps, 1)
@@ -519,6 +545,16 @@ def _lengths(name: str, steps: int | None, warmup: int) -> tuple[int | None, int
             f"schedule {name}: warmup must be less than steps ({steps}), got {warmup!r}"
         )
     return steps, first
+
+
+def _warmup(name: str, value: Any) -> float:
+    """Returns a number of steps, or a fraction of them."""
+    if isinstance(value, float | np.floating) and 0 < value < 1:
+        return float(value)
+    try:
+        return _count(name, "warmup", value)
+    except ArgumentError as error:
+        raise ArgumentError(f"{error}; or give a fraction of the steps, > 0 and < 1") from error
 
 
 def _count(name: str, argument: str, value: Any, minimum: int = 0) -> int:

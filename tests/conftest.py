@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from ortops.graph.passes import blocked, scaled_sums
 from ortops.graph.passes.blocked import kernels
-from tests import webgpu
+from tests import gpu, webgpu
 from tests.c.trainer import LIBRARY
 
 # No deadline: how long an example takes depends on the machine, not on the code's correctness.
@@ -103,6 +103,8 @@ def why_left_out(item: pytest.Item) -> str:
     if "c" in marks and not (LIBRARY and shutil.which("cc")):
         return C
     if "webgpu" in marks and (reason := webgpu.prepare()):
+        return reason
+    if "gpu" in marks and (reason := gpu.prepare()):
         return reason
     if "browser" in marks or "javascript" in marks:
         if not (PACKAGES.exists() and shutil.which("node")):

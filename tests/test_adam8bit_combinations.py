@@ -58,6 +58,7 @@ def test_a_driver_follows_the_paper_and_python_goes_on(web: bool, tmp_path: Path
     assert_same_arrays(dict(resumed.state), dict(session.state))
 
 
+@pytest.mark.slow
 def test_two_halves_follow_the_paper() -> None:
     model, batch = build(), batches(1)[0]
 

@@ -82,7 +82,7 @@ def test_data_that_are_not_finite(name: str, value: float) -> None:
     assert str(caught.value).endswith(f"at step 3: {expected}, in the data")
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("stop_on_nan", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
@@ -142,6 +142,7 @@ def test_masks_of_infinity_are_no_anomaly() -> None:
     assert made.steps_done == ROWS // 2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_nothing_else_changes(accumulate: int) -> None:
     def make() -> TrainingSession:

@@ -96,7 +96,7 @@ def test_training_equals_that_of_arrays(form: str, tmp_path: Path) -> None:
     assert as_text == pytest.approx(other.evaluate(in_memory)["loss"], rel=1e-6)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("form", FORMS)
 def test_each_row_is_read_once_per_epoch(form: str, tmp_path: Path) -> None:
@@ -175,6 +175,7 @@ def test_validation_split_takes_the_last_rows(tmp_path: Path) -> None:
     assert found == pytest.approx(one.evaluate(rest)["loss"], rel=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["parquet", "feather"])
 def test_weights_in_a_column(form: str, tmp_path: Path) -> None:
     columns = {**arrays(), "importance": RNG(5).integers(0, 3, ROWS).astype(np.float32)}

@@ -90,7 +90,7 @@ def attention(feeds: dict[str, Array], **settings: Any) -> onnx.ModelProto:
 
 
 @pytest.mark.nightly(11)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("past", [0, 5])
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
 @pytest.mark.parametrize(

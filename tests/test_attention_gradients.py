@@ -123,7 +123,7 @@ def gradients(
     return dict(session.gradients(feeds)), spy, feeds
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("shown", [False, True])
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_gradients(
     assert sum(last == (side, side) for last in spy.last) == passes
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("changes", [{"between": "Mul"}, {"between": "Dropout"}, {"again": True}])
 def test_other_uses_of_the_probabilities(changes: dict[str, Any], heads: int) -> None:

@@ -162,6 +162,7 @@ def test_attributions_are_those_of_captum(twin: Any) -> None:
         assert close(found, expected_maps["fixed"][1], move=False)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.optional("captum", "export")
 def test_a_chosen_layer_is_that_of_captum(twin: Any) -> None:
@@ -210,7 +211,7 @@ def test_integrated_gradients_add_up_to_the_difference_of_scores() -> None:
     assert np.allclose(found, scores(IMAGES)[:, 2] - scores(start.copy())[:, 2], rtol=1e-3)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("opset", [21, 22, 24])
 @pytest.mark.parametrize("dtype", ["float", "double", "float16"])
 def test_noise_is_normally_distributed(opset: int, dtype: str) -> None:

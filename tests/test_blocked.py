@@ -139,6 +139,7 @@ def test_convolution(case: str, bias: bool) -> None:
     assert "Conv" in kernels(check(convolution(**attributes), shapes))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_convolutions(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -153,6 +154,7 @@ def test_random_convolutions(seed: int) -> None:
     assert "Conv" in kernels(check(build, shapes))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_weights_from_strips_of_few_images(seed: int) -> None:
     """Of large images as well, whose strips are many."""

@@ -347,7 +347,7 @@ NEWER_OPSETS = {23: "1.23", 24: "1.24", 25: "1.24", 26: "1.25"}
 """The first onnxruntime that runs an opset."""
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "opset",
     [
@@ -1025,6 +1025,7 @@ def test_a_model_that_has_a_gradient_inside_is_trained_through_it() -> None:
             assert moved[index] == pytest.approx((high - low) / 2e-6, rel=1e-3, abs=2e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("outputs", [None, ["slope"]])
 def test_a_gradient_inside_is_predicted(outputs: list[str] | None, tmp_path: Path) -> None:
     trainable = build(

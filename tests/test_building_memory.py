@@ -63,6 +63,7 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
 """Names, dtypes of the weights, and settings: zeros, averages, masters and copies."""
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("dtype", "settings"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_the_file_has_the_bytes_of_the_model_in_memory(
     tmp_path: Path, dtype: Any, settings: dict[str, Any]

@@ -264,6 +264,7 @@ def test_more_epochs_than_early_stopping_has_waited_for(
     assert_same_arrays(dict(session.state), dict(other.state))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kept", ["memory", "file"])
 def test_a_prolonged_training_goes_on_from_the_best_epoch_that_was_restored(
     kept: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -634,7 +635,7 @@ def test_json_lines_have_steps_and_epochs(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines if line["event"] == "epoch"] == history.columns["loss"]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("every", "accumulate", "batches", "lines"),
     [
@@ -1019,6 +1020,7 @@ def test_a_fit_goes_on_from_its_best_model_too(
     assert contents(tmp_path) == contents(unbroken[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )

@@ -105,6 +105,7 @@ def test_casadi_differentiates_twice(ca: Any, tmp_path: Path, name: str) -> None
     )
 
 
+@pytest.mark.slow
 @pytest.mark.optional("casadi", "casadi")
 def test_several_inputs_and_outputs(ca: Any, tmp_path: Path) -> None:
     model = onnx.parser.parse_model(

@@ -283,6 +283,7 @@ def pictures(folder):
     onnx.save(model, "tint.onnx")
 
 
+@pytest.mark.slow
 @pytest.mark.optional("PIL", "images")
 def test_a_folder_of_images_by_class(pictures, capsys):
     arguments = ["train", "tint.onnx", "--data", "photos", "--scale", "255", "--mean", "0.5"]
@@ -566,7 +567,7 @@ def test_a_schedule_takes_the_steps_of_the_training(folder):
     assert ortops.TrainingSession("trained.onnx").state["schedule_steps"] == 12
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("accumulate", "updates"), [(1, 8), (3, 3), (4, 2), (100, 1)])
 def test_a_schedule_ends_with_the_training_where_batches_are_accumulated(
     folder, accumulate, updates
@@ -790,7 +791,7 @@ def inputs(folder):
     return folder
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "command",
     [
@@ -845,6 +846,7 @@ def test_a_trainable_file_may_be_saved_in_itself(inputs):
     assert ortops.TrainingSession("trained.onnx").steps_done == 3 * steps
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "more",
     [

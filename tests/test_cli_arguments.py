@@ -16,7 +16,7 @@ import pytest
 from training_models import classifier, labelled
 from violations import all_violations
 
-from ortops import TrainingSession, build_training_model, losses, metrics, schedules
+from ortops import TrainingSession, build_training_model, losses, metrics, optimizers, schedules
 from ortops.cli import main
 from ortops.cli.parser import make_parser
 from ortops.data import image_folder
@@ -145,6 +145,19 @@ PAIRS: dict[str, list[Pair]] = {
         Pair("--targets a --targets b", TUNE, "targets", ["a", "b"]),
         Pair("--learning-rate 3", TUNE, "learning_rate", 3.0),
         Pair("--loss DPO", TUNE, "loss", "DPO"),
+        Pair("--loss DPO --beta 0.5", TUNE, "loss", losses.DPO(beta=0.5)),
+        Pair("--label-smoothing 0.5", TUNE, "loss", losses.NextToken(label_smoothing=0.5)),
+        Pair("--rslora", TUNE, "rslora", True),
+        Pair("--recompute sqrt", TUNE, "recompute", "sqrt"),
+        Pair("--recompute 3", TUNE, "recompute", 3),
+        Pair("--adapter peft", TUNE, "adapter", "peft"),
+        Pair("--optimizer Lion", TUNE, "optimizer", "Lion"),
+        Pair(
+            "--optimizer Lion(beta1=0.8)",
+            *(TUNE, "optimizer", optimizers.Lion(2e-4, beta1=0.8)),
+        ),
+        Pair("--weight-decay 0.5", TUNE, "weight_decay", 0.5),
+        Pair("--clip-norm 3", TUNE, "clip_norm", 3.0),
         Pair("--providers a", TUNE, "providers", ["a"]),
         Pair("--epochs 3", f"{TUNE}.fit", "epochs", 3),
         Pair("--batch-size 3", f"{TUNE}.fit", "batch_size", 3),
@@ -152,6 +165,9 @@ PAIRS: dict[str, list[Pair]] = {
         Pair("--train-on all", f"{TUNE}.fit", "train_on", "all"),
         Pair("--group-by-length", f"{TUNE}.fit", "group_by_length", True),
         Pair("--packing", f"{TUNE}.fit", "packing", True),
+        Pair("--padding left", f"{TUNE}.fit", "padding", "left"),
+        Pair("--accumulate 3", f"{TUNE}.fit", "accumulate", 3, None, public=FIT),
+        Pair("--max-steps 3", f"{TUNE}.fit", "max_steps", 3, None, public=FIT),
         Pair("--seed 3", f"{TUNE}.fit", "seed", 3),
         Pair("--validation 0.5", f"{TUNE}.fit", "validation", 0.5),
         Pair("--validation b.jsonl", f"{TUNE}.fit", "validation", "b.jsonl"),
@@ -172,6 +188,7 @@ ELSEWHERE = {
     # of the command line alone: files, forms of output, and what a shell is told
     *("--data", "--columns", "--save", "--output", "--config", "--write-config", "--json", "--all"),
     *("--force", "--debug", "--help", "--resume", "--quiet", "--no-quiet", "--no-train-metrics"),
+    *("--no-merge", "--no-rslora", "--no-group-by-length", "--no-packing"),
     "--verbose",
     # functions of their own
     *("--merge-lora", "--quantize", "--adapter", "--requantize", "--providers"),

@@ -591,6 +591,7 @@ def test_absurd_sizes_are_refused(size: tuple[int, int]) -> None:
     )
 
 
+@pytest.mark.quick(2)
 @images
 @pytest.mark.parametrize("kind", ["BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP"])
 def test_broken_images_are_named(kind: str) -> None:

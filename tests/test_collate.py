@@ -67,7 +67,7 @@ def mean_loss(session: TrainingSession, data: dict[str, Any]) -> float:
 
 
 @pytest.mark.nightly(15)
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", ["lists", "tuple", "samples", "tuples", "dataset", "function"])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("batch_size", [1, 3, 32])
@@ -357,7 +357,7 @@ def test_grouping_keeps_all_rows() -> None:
         assert sorted(grouped(order, lengths, size)) == list(range(37))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stop", [1, 2, 4, 7])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_training_that_was_stopped_goes_on_with_equal_bits(
@@ -398,7 +398,7 @@ def test_lengths_of_a_function_of_samples_are_given() -> None:
 ARRAYS = {"tokens": np.zeros((2, 3), np.int64), "labels": np.zeros(2, np.int64)}
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("data", "given", "message"),
     [

@@ -93,7 +93,7 @@ def test_every_optimizer_gives_the_bits_of_standard_operators(name: str, way: st
     assert "step" not in session.compiled
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @compiled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["SGD", "Momentum", "Adagrad", "Adam", "AdamW", "Lion"])
@@ -105,7 +105,7 @@ def test_float64(name: str, way: str) -> None:
     assert session.state["w"].dtype == np.float64
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @compiled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
@@ -127,7 +127,7 @@ def test_parameters_of_16_bits_and_their_masters(kind: int, way: str) -> None:
     assert {"w", "w.master", "w.ema", "w.V", "w.H"} <= set(session.compiled)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @compiled
 @pytest.mark.parametrize("way", WAYS)
 def test_groups_schedule_clipping_decay_and_averages(way: str) -> None:
@@ -162,6 +162,7 @@ def test_numbers_that_are_no_numbers(way: str) -> None:
             np.testing.assert_array_equal(session.state[name], array, err_msg=name)
 
 
+@pytest.mark.quick(2)
 @compiled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["Momentum", "Adam"])
@@ -187,6 +188,7 @@ def unaligned(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return result.reshape(array.shape)
 
 
+@pytest.mark.quick(1)
 @compiled
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_that_are_applied_later(way: str) -> None:
@@ -437,7 +439,7 @@ import ortops
 from models import line
 from ortops.engine.execution.settings import Settings
 logging.basicConfig(format="%(levelname)s %(message)s")
-settings = Settings(compiled_after=(1, 0.0), saved=1.0)
+settings = Settings(compiled_after=(1, 0.0), compiled_share=-1.0)
 model = line.session().model()
 for kernels in ("auto", "compiled"):
     try:

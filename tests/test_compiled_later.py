@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -29,8 +30,9 @@ import ortops
 from benchmarks import works
 from models import line
 from ortops import TrainingSession, optimizers, schedules
-from ortops.engine.execution import compilation
+from ortops.engine.execution import compilation, trial
 from ortops.engine.execution.settings import Settings
+from ortops.engine.execution.update import CompiledUpdate, SessionUpdate
 from ortops.optimizers import OPTIMIZERS
 
 __all__ = ["anew"]
@@ -50,7 +52,7 @@ pytestmark = needs_llvmlite
 
 def after(steps: int, settings: Settings | None = None) -> Settings:
     """Returns settings with which updates are compiled after a number of steps."""
-    return replace(settings or Settings(), compiled_after=(steps, 0.0), saved=1.0)
+    return replace(settings or Settings(), compiled_after=(steps, 0.0), compiled_share=-1.0)
 
 
 def assert_same(found: TrainingSession, expected: TrainingSession, where: object = "") -> None:
@@ -98,7 +100,7 @@ def test_every_optimizer(name: str, way: str) -> None:
     assert TrainingSession(model, kernels="onnx").compilable == ()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["SGD", "Momentum", "Adam", "Lion"])
 def test_float64(name: str, way: str) -> None:
@@ -137,7 +139,7 @@ def test_groups_schedule_clipping_decay_and_averages(way: str) -> None:
     assert {"w1", "b1", "w1.ema", "b1.ema"} <= set(session.compiled)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_some_updates_stay_standard(way: str) -> None:
     model = build(classifier(hidden=64), optimizers.Custom(softened, learning_rate=0.1))
@@ -145,7 +147,7 @@ def test_some_updates_stay_standard(way: str) -> None:
     assert set(session.compiled) == {"b1", "b1.V"}
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["Momentum", "Adam"])
 def test_gradients_that_are_fed(name: str, way: str) -> None:
@@ -162,7 +164,7 @@ def test_dropout(way: str) -> None:
     assert_same_steps(build(classifier(dropout=0.5), "Adam"), batches() * 2, WAYS[way])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_sizes_of_batches_and_recomputed_activations(way: str) -> None:
     feeds = [labelled((6,), rows=rows) for rows in (8, 5, 8, 3, 8, 5, 1)]
@@ -267,7 +269,7 @@ def test_other_ways_to_train(train: Callable[[TrainingSession], None], way: str)
         assert {"w1", "w1.V", "b1"} <= set(session.compiled) or (at_once and change > 1)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_files_and_resuming(way: str, tmp_path: Path) -> None:
     model = build(classifier(), "Adam")
@@ -417,13 +419,39 @@ def test_what_fails_is_said_once_and_training_goes_on(
     assert warning.endswith("training goes on with standard operators, with the same results")
 
 
-def test_small_models_change_only_if_that_saves_time() -> None:
-    for saved, expected in ((0.0, False), (1.0, True)):
-        settings = Settings(compiled_after=(1, 0.0), saved=saved)
-        session = TrainingSession(build(classifier(), "Adam"), settings=settings)
-        for each in batches():
-            session.step(each)
-        assert bool(session.compiled) == expected
+def session_of(way: str, share: float) -> TrainingSession:
+    """Returns a session that has decided whether to compile its updates."""
+    settings = replace(WAYS[way], compiled_after=(1, 0.0), compiled_share=share)
+    session = TrainingSession(build(classifier(), "Adam"), settings=settings)
+    assert session.report().choice == ""
+    for each in batches():
+        session.step(each)
+    return session
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_updates_change_only_if_that_promises_enough(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is compiled that would have to take more than a step."""
+    monkeypatch.setattr(trial, "CompiledUpdate", None)  # calling it would fail
+    session = session_of(way, share=1.0)
+    assert session.compiled == ()
+    expected = r"their standard operators take \d+% of a step, and compiled code would save at most"
+    assert re.match(expected, session.report().choice)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("compiled", [0.5, 2.0])
+def test_the_faster_is_kept(way: str, compiled: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are given: standard operators take 1 s, and the memory allows a tenth of it."""
+    seconds = {SessionUpdate: 1.0, CompiledUpdate: compiled}
+    monkeypatch.setattr(trial, "_seconds_of", lambda update: seconds[type(update)])
+    monkeypatch.setattr(trial, "_fastest", lambda run: 0.0)
+    session = session_of(way, share=0.0)
+    assert bool(session.compiled) == (compiled < 1)
+    assert " and compiled code saves " in session.report().choice
+    assert session.report().kernels == ("compiled" if compiled < 1 else "onnx")
 
 
 @pytest.mark.parametrize("after_", [(1000, 0.0), (0, 1000.0)])

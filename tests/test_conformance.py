@@ -208,6 +208,7 @@ def test_the_network_agrees_with_torch() -> None:
 SCAN = [] if Version(onnx.__version__) >= Version("1.23") else ["test_gradient_scan"]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_reference_passes(group: str) -> None:
     chosen = [case for case in of_group(group) if case.name not in SCAN]

@@ -44,6 +44,7 @@ def _reasons(model: onnx.ModelProto, loss: str = "MeanSquaredError") -> dict[str
 # --------------------------------------------------------------------------- single numbers
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("under", ["Log (a)", "Sqrt (a)", "Reciprocal (a)", "Pow (a, two)"])
 def test_a_number_that_keeps_a_product_from_zero_is_not_trained(under: str) -> None:
     model = _model(

@@ -72,6 +72,7 @@ def test_a_resized_embedding_has_the_gradients_of_torch(fault: bool) -> None:
     np.testing.assert_allclose(own.predict({"x": x}, outputs="z"), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick(1)
 def test_the_choice_is_logged_once_and_checked(
     fault: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

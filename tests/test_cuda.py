@@ -105,6 +105,7 @@ def feeds(graph: onnx.ModelProto, case: str) -> dict[str, np.ndarray]:
     return {name: known[name] for name in names}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", CASES)
 def test_steps_for_cuda_compute_the_same(case: str) -> None:
     """On the CPU, which has kernels for both forms."""
@@ -147,19 +148,51 @@ found = {case: dataclasses.asdict(place(lambda: trainable(case), batch(case))) f
 print(json.dumps(found))
 """
 
+CAPTURED = """
+import onnxruntime, ortops
+from tests.test_cuda import CASES, trainable
 
-@pytest.mark.skipif(
-    not cuda_double.is_there(), reason="the CUDA provider is missing (./scripts/cuda_environment)"
-)
-@pytest.mark.slow  # a process
-def test_no_node_that_touches_data_runs_on_the_cpu() -> None:
+options = onnxruntime.SessionOptions()
+options.log_severity_level = 4
+for case in CASES:
+    graph = ortops.lower(ortops.step_graph(trainable(case)), target="cuda").SerializeToString()
+    for more in ({}, {"enable_cuda_graph": "1"}):
+        try:
+            onnxruntime.InferenceSession(graph, options, [("CUDAExecutionProvider", more)])
+        except Exception as error:
+            print(f"{case}: {error}")
+"""
+
+
+def in_double(code: str) -> list[str]:
+    """Returns the lines that a program prints in a process with CUDA's double."""
     root = Path(__file__).parents[1]
     environment = {**os.environ, **cuda_double.environment()}
     done = subprocess.run(
-        [sys.executable, "-c", PLACED], cwd=root, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()
+
+
+with_double = pytest.mark.skipif(
+    not cuda_double.is_there(), reason="the CUDA provider is missing (./scripts/cuda_environment)"
+)
+
+
+@with_double
+@pytest.mark.slow  # a process
+def test_no_node_that_touches_data_runs_on_the_cpu() -> None:
+    found = json.loads(in_double(PLACED)[-1])
     for case in CASES:
         assert found[case]["nodes"] > 50
         assert (found[case]["fallen"], found[case]["error"]) == ({}, ""), case
+
+
+@with_double
+@pytest.mark.slow  # a process
+def test_onnxruntime_captures_no_step() -> None:
+    """So that ``enable_cuda_graph`` is refused with a reason; see `_REFUSED_OPTIONS`."""
+    lines = in_double(CAPTURED)
+    assert [line.partition(":")[0] for line in lines] == [*CASES]  # each with the option alone
+    assert all("cannot use the graph capture feature" in line for line in lines)

@@ -393,6 +393,7 @@ def test_an_error_of_onnxruntime_passes_a_guard() -> None:
 # -------------------------------------------------------------------------------------- threads
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("failing")
 @pytest.mark.parametrize("shared", [True, False], ids=["one session", "two sessions"])
 def test_concurrent_runs_get_their_own_errors(shared: bool) -> None:

@@ -568,7 +568,7 @@ def test_shuffled_rows_that_are_read_into_the_same_memory(form: str, prefetch: i
 
 
 @pytest.mark.nightly(10)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("form", REFILLED)

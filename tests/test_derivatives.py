@@ -364,7 +364,7 @@ def test_a_rule_may_ask_for_a_gradient() -> None:
 TOLERANCES = {np.float16: 2e-2, np.float32: 1e-5, np.float64: 1e-12}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("batch", ["batch", 2])
 def test_a_layer(dtype: Any, batch: Any) -> None:
@@ -521,6 +521,7 @@ def jacobians() -> dict[tuple[str, str], Array]:
     return found
 
 
+@pytest.mark.slow
 def test_several_inputs_and_outputs() -> None:
     close = {"rtol": 1e-7, "atol": 1e-7}
     expected = jacobians()
@@ -899,6 +900,7 @@ def test_a_loss_of_forces_beside_layers_that_train_otherwise() -> None:
     np.testing.assert_allclose(found, (forces**2).mean(), rtol=1e-4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("lowered", [False, True])
 def test_weights_are_trained_through_entries_of_a_jacobian(tmp_path: Path, lowered: bool) -> None:
     model = derivatives.jacobian(layer(np.float32), lowered=lowered)

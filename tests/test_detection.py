@@ -69,7 +69,7 @@ def random_boxes(shape: tuple[int, ...], box_format: str) -> Array:
     return np.concatenate([low, second], axis=-1)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("box_format", "axis", "dtype"),
@@ -103,6 +103,7 @@ def test_box_losses_are_those_of_the_papers(
     np.testing.assert_allclose(found, boxes.grad.numpy(), **{"atol": 1e-12, **tolerance})
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_giou_against_finite_differences(reduction: str) -> None:
     y, t = random_boxes((5,), "xyxy"), random_boxes((5,), "xyxy")
@@ -126,7 +127,7 @@ DEGENERATE = {
 
 
 @pytest.mark.nightly(8)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("name", ["GIoU", "CIoU"])
 @pytest.mark.parametrize("target", [[1, 1, 3, 3], [0, 0, 0, 0], [1, 2, 3, 2]])
@@ -154,6 +155,7 @@ def test_boxes_need_four_numbers() -> None:
         losses.CIoU(box_format="ltrb")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["GIoU", "CIoU"])
 def test_weights_of_boxes_and_parts_of_a_batch(name: str) -> None:
     y, t = random_boxes((6, 3), "xyxy"), random_boxes((6, 3), "xyxy")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -342,6 +343,7 @@ def test_all_ways_of_making_steps_agree(way: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=ROUNDING)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("overflows", [False, True])
 def test_parameters_of_16_bits(overflows: bool) -> None:
     """Gradients that overflow in one rank skip the step in all."""
@@ -606,6 +608,105 @@ def test_what_cannot_be_joined_is_refused() -> None:
         join(joined, Thread(Room(1), 0))
 
 
+class Wrong(Thread):
+    """A communicator with a defect."""
+
+    def __init__(self, other: Thread, defect: str) -> None:
+        super().__init__(other.room, other.rank)
+        self.defect = defect
+        self.size += defect == "size"
+
+    def sum(self, array: np.ndarray[Any, Any]) -> object:  # type: ignore[override]
+        if self.defect == "not in place":
+            return sum(self._all(array))
+        if self.defect == "float32":
+            rounded = array.astype(np.float32)
+            array[:] = sum(self._all(rounded))
+        elif self.defect == "another shape":
+            array.resize((len(array) + 1,), refcheck=False)
+        elif self.defect == "fails" and self.calls == 9:
+            raise TimeoutError("nobody came")
+        elif self.defect == "mean":
+            super().sum(array)
+            array /= self.size
+        else:
+            super().sum(array)
+        return None
+
+    def broadcast(self, array: np.ndarray[Any, Any]) -> None:
+        if self.defect != "no broadcast":
+            super().broadcast(array)
+
+
+MUST = (
+    r" must replace the elements of the array that it gets by its sum over [23] ranks, in the same "
+)
+DEFECTS = {
+    "not in place": rf"sum of <.*>{MUST}place and exactly, .*; float64 \[1, rank\] became \[1.0",
+    "float32": rf"sum of <.*>{MUST}",
+    "mean": rf"sum of <.*>{MUST}.* became \[1.0\d*, 0.5\] instead of \[2.0\d*, 1.0\]",
+    "size": rf"sum of <.*>{MUST}.*, and all ranks must agree on their number; .* of \[3",
+    "another shape": r"sum of <.*> must replace .*; it made float64 \[3\] of float64 \[2\]",
+    "no broadcast": r"broadcast of <.*> by that of rank 0, .*; rank 1 got \[7, 13\]",
+}
+
+
+@pytest.mark.parametrize("defect", list(DEFECTS))
+def test_communicators_that_compute_something_else_are_refused(defect: str) -> None:
+    """Each rank would train by itself, with its part of the data; the session stays as it is."""
+    session = TrainingSession(build(classifier()))
+
+    def work(communicator: Thread) -> str:
+        try:
+            own = session if communicator.rank else TrainingSession(build(classifier()))
+            join(own, Wrong(communicator, defect))
+        except OrtopsError as error:
+            return str(error)
+        return ""
+
+    said = in_ranks(work)
+    assert re.search(DEFECTS[defect].replace("> by", "> .* by"), said[1]), said
+    assert type(session) is TrainingSession
+
+
+def test_what_a_communicator_raises_is_an_error_of_ortops() -> None:
+    """The session stands at a whole step, and makes no other exchange."""
+    model = build(classifier())
+
+    def work(communicator: Thread) -> None:
+        own = Wrong(communicator, "fails")
+        session = join(TrainingSession(model), own)
+        own.calls = 9
+        with pytest.raises(
+            OrtopsError, match=r"join: sum of Wrong failed in rank \d \(TimeoutError: "
+        ):
+            session.step(labelled((6,)))
+        with pytest.raises(OrtopsError, match=r"join: an earlier exchange was interrupted"):
+            session.step(labelled((6,)))
+        assert session.steps_done == 0
+
+    in_ranks(work)
+
+
+def test_torch_needs_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = TrainingSession(build(classifier()))
+    with pytest.raises(ArgumentError, match=r"join: communicator must be 'torch', got 'nccl'"):
+        join(session, "nccl")  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    with pytest.raises(OrtopsError, match=r"join needs torch; .*ortops\[torch\], or pass another"):
+        join(session, "torch")
+    group = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(distributed=group))
+    monkeypatch.setitem(sys.modules, "torch.distributed", group)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(
+        ArgumentError,
+        match=r"no process group, and the environment lacks WORLD_SIZE, MASTER_ADDR, ",
+    ):
+        join(session, "torch")
+
+
 def test_fixed_batches_are_not_divided() -> None:
     model = build(affine(batch=4), loss="MeanSquaredError")
     with pytest.raises(
@@ -628,6 +729,7 @@ def test_parts_that_do_not_add_up_are_refused() -> None:
         fit_joined(model, data, batch_size=8, shuffle=False)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loss_that_is_no_number_ends_all(accumulate: int) -> None:
     """In the rank whose rows have it, and in the other."""
@@ -682,7 +784,7 @@ def raised_in_all(work: Callable[[Thread], object], size: int = 2) -> list[str]:
     return said
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", ["epochs", "batch_size", "shuffle", "seed", "accumulate", "rows of data"]
 )
@@ -730,7 +832,7 @@ def test_other_batches_are_refused(
         assert part in said
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("way", ["step", "fit", "in fit"])
 def test_variables_set_in_one_rank_are_refused(rank: int, way: str) -> None:
@@ -1023,7 +1125,7 @@ ENDS = {"kill": 3, "raise": 3, "interrupt": 5, "terminate": 5, "terminate in an 
 """How one of the processes dies, and the steps in the file that it leaves."""
 
 
-@pytest.mark.nightly(2)
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.needs("mpi4py>=4.1")
 @pytest.mark.parametrize("how", ENDS)
@@ -1237,6 +1339,7 @@ def test_a_long_wait_is_said_once(
     assert said.startswith("join: rank 1 has waited for the other ranks for 80 s; if one of them ")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", True])
 def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
     session = TrainingSession(build(classifier()))

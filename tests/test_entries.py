@@ -401,7 +401,7 @@ def normalized(**second: Any) -> onnx.ModelProto:
     return add_training(model, name="second", loss=MeanSquaredError("z"), optimizer="SGD", **second)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", ["auto", "train", "frozen"])
 def test_running_statistics_are_updated_by_one_entry(mode: Any) -> None:
     """The second entry may normalize by batch statistics, but leaves the running ones alone."""
@@ -550,6 +550,7 @@ def test_callbacks_see_the_entry_that_is_trained(tmp_path: Path) -> None:
     assert any("second.loss" in str(line) for line in lines)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -648,6 +649,7 @@ def test_a_session_with_one_entry_accepts_its_name() -> None:
 # --------------------------------------------------------------------------------- step graphs
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("target", [None, "onnxruntime"])
 def test_step_graph_of_an_entry(target: Any) -> None:
     model, batch = two_heads(), rows()
@@ -686,6 +688,7 @@ def test_metrics_of_training_of_an_entry() -> None:
     assert_same_arrays(dict(session.state), dict(other.state))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("entry", ["main", "other"])
 def test_each_entry_has_outputs_in_training_mode_of_its_own(entry: str) -> None:
     """Its metrics of training are those of a file without the other entry."""

@@ -125,7 +125,7 @@ def test_several_steps_in_one_run(dtype: str, bits: int, zero_points: bool) -> N
     np.testing.assert_allclose(*evaluated, rtol=tolerance)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @each
 def test_a_step_graph_at_every_optimization_level(dtype: str, bits: int, zero_points: bool) -> None:
     step = ortops.lower(ortops.step_graph(trainable(dtype, bits, zero_points), defaults=True))
@@ -139,6 +139,7 @@ def test_a_step_graph_at_every_optimization_level(dtype: str, bits: int, zero_po
         np.testing.assert_allclose(loss, expected, rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_served_file_keeps_its_kernel(dtype: str, tmp_path: Path) -> None:
     model = trainable(dtype, 4, False)

@@ -500,7 +500,7 @@ EXPORTERS = ["dynamo", "dynamo as it is", "dynamo opset 23", "torchscript"]
 REFUSED = [name for name, example in EXPORTS.items() if not example.torchscript]
 
 
-@pytest.mark.nightly(6)
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize(
     ("name", "exporter"),
     [(n, e) for n in EXPORTS for e in EXPORTERS if e != "torchscript" or n not in REFUSED],

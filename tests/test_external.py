@@ -82,7 +82,7 @@ def assert_equal_states(one: ortops.TrainingSession, other: ortops.TrainingSessi
         np.testing.assert_array_equal(array, other.state[name], err_msg=name)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("names", [["head"], None], ids=["head", "all"])
 @pytest.mark.parametrize("source", ["path", "model", "saved"])
 def test_training_of_a_big_model_is_that_of_a_small_one(
@@ -105,6 +105,7 @@ def test_training_of_a_big_model_is_that_of_a_small_one(
         np.testing.assert_allclose(big.state[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("small_limit")
 @pytest.mark.parametrize("names", [["head"], None], ids=["head", "all"])
 def test_a_saved_big_model_resumes_exactly(names: list[str] | None, tmp_path: Path) -> None:

@@ -78,12 +78,12 @@ def test_sees_every_row_once_in_each_epoch_in_another_order(
     seen: list[Any] = []
     step = Execution.step
 
-    def watched(self: Execution, feeds: Any, *options: Any) -> Any:
+    def watched(self: Execution, feeds: Any, *options: Any, **more: Any) -> Any:
         np.testing.assert_array_equal(
             feeds["targets"], data["targets"][feeds["x"][:, 0].astype(int)]
         )
         seen.append(feeds["x"][:, 0].astype(int).tolist())
-        return step(self, feeds, *options)
+        return step(self, feeds, *options, **more)
 
     monkeypatch.setattr(Execution, "step", watched)
     session.fit(data, epochs=2, batch_size=4, progress=False)
@@ -172,7 +172,7 @@ def test_a_fixed_batch_size() -> None:
     assert_same_arrays(dict(session.state), before)
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("progress", [False, True])
 @pytest.mark.parametrize(
     ("data", "settings", "message"),
@@ -247,6 +247,7 @@ def test_batch_sizes_that_are_no_counts(size: Any) -> None:
     assert_same_arrays(dict(session.state), before)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -482,6 +482,7 @@ def test_ranks_have_the_same_limits() -> None:
         in_ranks(work)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -500,7 +501,7 @@ def test_wrong_limits(given: Any, message: str) -> None:
     assert session.steps_done == 0
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("change", "name"),
     [

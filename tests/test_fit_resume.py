@@ -193,6 +193,7 @@ def test_n_more_epochs_or_those_that_were_begun() -> None:
     assert_same_arrays(dict(session.state), before)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -259,6 +260,7 @@ def test_another_number_of_epochs_in_the_middle_of_one(
     assert session.resume_state.position.epoch_state.call["epochs"] == EPOCHS
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("stop", "least", "message"),
     [
@@ -341,7 +343,7 @@ def test_a_schedule_of_epochs_sees_the_new_number_of_them() -> None:
     np.testing.assert_allclose(history.columns["learning_rate"], [0.1, 0.05, 0.05, 0.025])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("schedule", "accumulate", "said"),
     [
@@ -384,6 +386,7 @@ def test_a_schedule_in_the_graph_holds_its_last_rate(
         assert_same((session, history), expected)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("change", ["learning rate", "variable", "nothing"])
 def test_the_message_after_an_interruption_names_no_file_of_another_state(
     change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -488,7 +491,7 @@ def test_the_file_says_what_was_begun() -> None:
     assert position_in(session.model()) is None
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -543,6 +546,7 @@ def test_a_position_without_a_field_is_refused() -> None:
         TrainingSession(model)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -432,6 +432,7 @@ def test_balanced_classes_count_the_rows_that_are_trained() -> None:
     same(one, other)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

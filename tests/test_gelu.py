@@ -97,7 +97,7 @@ def trained(
     return Counter(operators), dict(session.parameters)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_becomes_one_node(form: str) -> None:
     function, _ = FORMS[form]
@@ -121,7 +121,7 @@ def test_each_form_is_the_function_that_it_becomes(form: str) -> None:
     np.testing.assert_allclose(parts, whole, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_is_no_gelu_stays(other: str) -> None:
     operators, found = trained(model(OTHERS[other]))

@@ -217,7 +217,7 @@ def test_no_archive_has_changed() -> None:
 
 
 @pytest.mark.nightly(13)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @each(TRAINABLE)
 def test_a_trainable_file_goes_on(golden: Golden, unpack: Unpack) -> None:
     folder = unpack(golden)
@@ -259,7 +259,7 @@ def runs_anywhere(golden: Golden) -> bool:
     return golden.name not in ("bfloat16", "gradient_in_graph")
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(2)
 @each([golden for golden in TRAINABLE if runs_anywhere(golden)])
 def test_a_trainable_file_runs_in_stock_onnxruntime(golden: Golden, unpack: Unpack) -> None:
     folder = unpack(golden)
@@ -327,7 +327,7 @@ def assert_same_log(path: Path, about: dict[str, Any]) -> None:
         assert_same_numbers(found, numbers, ULPS)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @each(RESUMED)
 def test_a_training_is_resumed(
     golden: Golden, unpack: Unpack, monkeypatch: pytest.MonkeyPatch
@@ -369,6 +369,7 @@ def test_a_training_is_resumed(
         assert_as_expected(TrainingSession("best.onnx").state, best, tolerance)
 
 
+@pytest.mark.slow
 @each(COMMANDS)
 def test_the_command_line_resumes(
     golden: Golden, unpack: Unpack, monkeypatch: pytest.MonkeyPatch
@@ -441,6 +442,7 @@ def test_a_folder_of_peft_is_read(golden: Golden, unpack: Unpack) -> None:
 # -------------------------------------------------------------------------------- exported steps
 
 
+@pytest.mark.quick(1)
 @each(EXPORTED)
 def test_a_driver_trains_from_an_exported_folder(golden: Golden, unpack: Unpack) -> None:
     folder = unpack(golden) / golden.name
@@ -461,6 +463,7 @@ def test_a_driver_trains_from_an_exported_folder(golden: Golden, unpack: Unpack)
     assert session.steps_done == expected.about["steps_done_after"]
 
 
+@pytest.mark.quick(1)
 @each(EXPORTED)
 def test_an_exported_state_goes_on_in_python(golden: Golden, unpack: Unpack) -> None:
     folder = unpack(golden) / golden.name
@@ -477,6 +480,7 @@ def test_an_exported_state_goes_on_in_python(golden: Golden, unpack: Unpack) -> 
     assert_as_expected(session.state, expected.part("after"), golden.tolerance)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.javascript
 @each(EXPORTED)
 def test_the_driver_in_javascript_trains_from_an_exported_folder(

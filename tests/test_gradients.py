@@ -533,7 +533,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_parts_add_up_to_the_batch(name: str) -> None:
     model = build(classifier(), loss=LOSSES[name])
@@ -645,6 +645,7 @@ def scaled(end: str = "") -> TrainingSession:
     return TrainingSession(build(tape.model(), loss=loss, optimizer="SGD"))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("size", [0.01, 2.0, 30.0, 100.0])
 def test_gradients_of_float16_do_not_overflow(size: float) -> None:
     session = scaled()
@@ -708,7 +709,7 @@ LOSSES_OF_SUMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("how", ["after", "plus", "sum", "left"])
 @pytest.mark.parametrize("loss", LOSSES_OF_SUMS)
 def test_a_sum_is_that_of_the_joined_batch(loss: str, how: str) -> None:
@@ -821,6 +822,7 @@ def mixed(bits: int) -> int:
     return bits
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("seed", [0, 1, 12345, 2**40 + 7, -3])
 def test_dropout_draws_from_the_seed(seed: int) -> None:
     """Masks are those that files of before had, which held the seed as a constant."""
@@ -911,6 +913,7 @@ def by_somebody(*nodes: onnx.NodeProto, **parts: Any) -> onnx.ModelProto:
 FEEDS = {"x": np.array([[1.0, 2.0], [3.0, 5.0]], np.float32)}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_values_of_the_batch_that_an_update_reads_are_carried(way: str) -> None:
     """w ← w − g · max x, beside m ← (m + max x) / 2."""
@@ -937,6 +940,7 @@ def test_values_of_the_batch_that_an_update_reads_are_carried(way: str) -> None:
     assert_step_is_apply_of_gradients(model, [FEEDS] * 3, way)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_feeds_that_an_update_reads_are_carried(way: str) -> None:
     shape = helper.make_tensor_value_info("decay", TensorProto.FLOAT, [2, 1])

@@ -498,7 +498,7 @@ needs_proc = pytest.mark.skipif(
 )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @needs_proc
 @pytest.mark.parametrize("work", WORK)
 def test_a_model_in_many_files_takes_few_descriptors(

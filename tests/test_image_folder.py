@@ -388,7 +388,7 @@ def other_size() -> None:
     save("dark/03.png", Image.new("RGB", (3, 3)))
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("harm", "told"),
     [

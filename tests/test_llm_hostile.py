@@ -175,7 +175,7 @@ def test_folders_of_the_cache_are_read_and_copied_as_files(folder: Path, tmp_pat
 
 # ------------------------------------------------------------------------------------ settings
 
-ONE_IN = 1 if os.environ.get("ORTOPS_SOAK") else 8
+ONE_IN = 1 if os.environ.get("ORTOPS_SOAK") else 16
 """How many values of a field are one that is tried; other fields get the others."""
 
 VALUES: list[Any] = [

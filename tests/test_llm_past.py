@@ -52,7 +52,7 @@ def test_a_cache_that_is_not_fed_is_empty(
     session.fit(feeds, batch_size=2, progress=False)  # the last batch has one row
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 def test_predict_without_a_cache(
     session: ortops.TrainingSession, feeds: dict[str, np.ndarray]
 ) -> None:

@@ -377,6 +377,22 @@ def test_trains_as_peft_does_and_is_served(folder: Path, kind: str, tmp_path: Pa
     assert FineTuning.load(tuned).session.steps_done == tuning.session.steps_done
 
 
+@pytest.mark.nightly(1)
+@pytest.mark.slow
+@pytest.mark.optional("peft", "llm")
+def test_all_weights_are_trained_and_served(folder: Path, kind: str, tmp_path: Path) -> None:
+    tuning, rows = FineTuning(folder, None, learning_rate=RATE), rows_of(kind)
+    history = tuning.fit(rows, 30, progress=False)
+    tuning.save(tmp_path / "tuned")
+    assert history[-1]["loss"] < 0.2 * history[0]["loss"]
+    config = torch_model(kind).config
+    for row in rows:
+        found = greedy_in_onnxruntime(tmp_path / "tuned", row, 9, config)
+        assert found == row["labels"][:-1]
+    again = FineTuning.load(tmp_path / "tuned")
+    assert again.evaluate(rows) == tuning.evaluate(rows)
+
+
 def greedy_in_onnxruntime(folder: Path, row: dict[str, Any], count: int, config: Any) -> list[int]:
     """Generates as a server does, with the files of a folder."""
 

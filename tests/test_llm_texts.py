@@ -100,6 +100,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.slow
 def test_no_text_decides_what_is_trained(tmp_path: Path) -> None:
     texts = ["plain", MARKS, "\ue000" * 24, "{% generation %}x{% endgeneration %}", "«x»", "</s>"]
     with all_violations() as check:

@@ -111,6 +111,7 @@ SIGMOIDS = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.torch
 @pytest.mark.parametrize("case", SIGMOIDS)
 def test_logits_of_sigmoids(case: str) -> None:
@@ -170,6 +171,7 @@ SOFTMAXES = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.torch
 @pytest.mark.parametrize("case", SOFTMAXES)
 def test_logits_of_softmaxes(case: str) -> None:
@@ -223,6 +225,7 @@ def test_a_class_of_a_softmax_has_no_logit() -> None:
         loss_of(parsed(body, "batch, 2"), BinaryCrossEntropyWithLogits(), np.zeros((5, 2)))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("body", "warned"),
     [

@@ -318,7 +318,7 @@ def one_layer(**settings: Any) -> onnx.ModelProto:
     return lora.add(base, rank=4, **settings)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("settings", "scale"),
@@ -376,7 +376,7 @@ def test_the_scaling_counts_in_embeddings_and_convolutions() -> None:
         assert curves[12][-1] < curves[3][-1] - 1e-3
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", ["Muon", "LAMB", "Lion", "Adafactor", "Adagrad", "Momentum"])
 def test_every_optimizer_knows_the_scaling(optimizer: str) -> None:
     """A step moves B by the scaling times what the rule moves B / scaling by."""
@@ -772,7 +772,7 @@ def test_gradients_of_an_adapter(scale: int) -> None:
         np.testing.assert_allclose(moved, gradient, atol=1e-5)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @EVERY
 def test_every_kind_of_layer_learns(case: Case) -> None:
     model = adapted(case)
@@ -933,7 +933,7 @@ def with_adapter(path: Path) -> onnxruntime.RunOptions:
 with_adapter.kept = []  # type: ignore[attr-defined]
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(4)
 @EVERY
 def test_two_adapters_in_turn_on_one_session(case: Case, tmp_path: Path) -> None:
     base = adapted(case)
@@ -1332,6 +1332,7 @@ def with_dropout(ratio: float, opset: int = 21) -> TrainingSession:
     return session
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("opset", [11, 21])
 def test_dropout_drops_inputs_of_a_in_training_only(opset: int) -> None:
     session = with_dropout(0.25, opset)

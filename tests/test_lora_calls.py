@@ -88,7 +88,7 @@ def test_calls_of_exported_modules_are_those_of_peft(exporter: str, tmp_path: Pa
     import peft
     import torch
     from torch import nn
-    from torch_exports import exported
+    from torch_exports import exported_by
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -109,7 +109,7 @@ def test_calls_of_exported_modules_are_those_of_peft(exporter: str, tmp_path: Pa
 
     torch.manual_seed(0)
     module, x = Outer().eval(), torch.randn(2, 5, 40)
-    base = exported(copy.deepcopy(module), x, exporter)
+    base = exported_by(copy.deepcopy(module), x, exporter)
     config = peft.LoraConfig(r=2, target_modules=["inner.fc", "inner.out", "head"])
     wrapped = peft.get_peft_model(copy.deepcopy(module), config).eval()
     with torch.no_grad():

@@ -163,7 +163,7 @@ def test_curves_and_folders_are_those_of_peft(exporter: str, tmp_path: Path) -> 
     import peft
     import torch
     from torch import nn
-    from torch_exports import exported
+    from torch_exports import exported_by
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -178,7 +178,7 @@ def test_curves_and_folders_are_those_of_peft(exporter: str, tmp_path: Path) -> 
 
     torch.manual_seed(0)
     module, x = Net().eval(), torch.randint(0, 10, (4, 5))
-    base = exported(copy.deepcopy(module), x, exporter)
+    base = exported_by(copy.deepcopy(module), x, exporter)
     layers = ["emb", "fc", "twice", "conv", "head"]
     config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=layers, use_dora=True)
     wrapped = peft.get_peft_model(copy.deepcopy(module), config).eval()

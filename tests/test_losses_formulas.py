@@ -228,7 +228,7 @@ def numeric_gradient(function: Callable[..., Any], ys: dict[str, Array], name: s
     return gradient
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients(case: str, dtype: Any) -> None:
@@ -248,7 +248,7 @@ def test_values_and_gradients(case: str, dtype: Any) -> None:
         )
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", CASES)
 def test_sizes_that_only_a_run_tells(case: str) -> None:
     loss, ys, feeds, formula = CASES[case]
@@ -381,7 +381,7 @@ def _gradient(y: Tensor, x: Tensor) -> Tensor:
 SMOOTH = [name for name in PARTS if name not in ("L1", "hinge", "Huber", "smooth L1")]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", SMOOTH)
 def test_second_derivatives(case: str) -> None:
     loss, tensors = PARTS[case]
@@ -468,6 +468,7 @@ def test_logits_far_apart(
         np.testing.assert_allclose(gradients["y"], gradient, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", [losses.Dice, losses.Focal])
 def test_the_end_of_the_model_decides_whether_classes_are_exclusive(kind: Any) -> None:
     """By multiclass=None: with a Softmax they are, and targets are labels."""
@@ -553,6 +554,7 @@ def as_log_probabilities(x: Any) -> Any:
     return op.LogSoftmax(x, axis=2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("label", [[], [1], [2, 2], [1, 2, 1], [1, 1]])
 def test_ctc_sums_over_all_alignments(label: list[int]) -> None:
     y = RNG.normal(size=(4, 1, 3))
@@ -592,6 +594,7 @@ def test_ctc_of_classes_that_cannot_be() -> None:
     np.testing.assert_allclose(gradients["y"][:, 0], softmax - occupancy, atol=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_ctc_of_sizes_that_only_a_run_tells(batch_first: bool) -> None:
     y, labels, inputs, targets = _CTC

@@ -63,7 +63,7 @@ ENDS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("end", ENDS)
 def test_it_equals_the_teachers_logits_as_an_input(end: str, tmp_path: Any) -> None:
     given = teacher(end=ENDS[end])

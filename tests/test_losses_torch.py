@@ -476,7 +476,7 @@ def is_ctc_of_torch(kind: str, blank: int, batch_first: bool, reduction: Any, dt
     np.testing.assert_allclose(gradient, y.grad, **TOLERANCE[dtype])
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(10))
 def test_ctc_of_random_sizes(seed: int) -> None:
     import torch

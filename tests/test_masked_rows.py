@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import onnx.parser
+import pytest
 from violations import all_violations
 
 import ortops
@@ -111,6 +112,7 @@ def differences(f: Callable[[Numbers], Numbers], x: Numbers) -> Numbers:
     return np.stack(columns, -1).reshape(*np.shape(columns[0]), *x.shape)
 
 
+@pytest.mark.slow
 def test_rows_that_are_masked_entirely() -> None:
     mask = MASK.astype(np.float32)
     with all_violations() as check:

@@ -179,6 +179,7 @@ def plain(made: onnx.ModelProto, **feeds: Any) -> np.ndarray:
     return y
 
 
+@pytest.mark.slow
 def test_each_order_of_operands_is_found() -> None:
     with all_violations() as check:
         for name, case in CASES.items():
@@ -499,6 +500,7 @@ NEAR = {
 }
 
 
+@pytest.mark.slow
 def test_reasons_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "near.onnx"
     with all_violations() as check:

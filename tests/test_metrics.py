@@ -110,7 +110,7 @@ CASES: dict[str, tuple[StreamingMetric, Array, Array]] = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.lists(st.integers(0, 40), max_size=6))

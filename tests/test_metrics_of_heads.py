@@ -70,6 +70,7 @@ SQUARES = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("heads", [("a", "b"), ("b", "a"), ("number", "b", "share", "a", "yes")])
 def test_a_metric_has_a_number_for_each_head_that_it_fits(heads: tuple[str, ...]) -> None:
     found = measured(*heads, metrics=["accuracy"])

@@ -69,6 +69,7 @@ def test_classes_are_along_the_axis_of_the_loss(axis: int) -> None:
     assert found["f1"] == pytest.approx(f1_of(best, labels, 3))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("loss", "nodes", "threshold"),
     [

@@ -438,7 +438,7 @@ def test_gradient_of_all_parameters(case: Case) -> None:
         assert (ahead - behind) / 2e-6 == pytest.approx(length, rel=1e-3), name
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.torch
 @every_model
 def test_values_and_gradients_against_torch(case: Case) -> None:

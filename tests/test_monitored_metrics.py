@@ -201,6 +201,7 @@ class Adding(Callback):
 QUIET: dict[str, Any] = {"progress": False, "epochs": 3, "validation": line.BATCH}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("who", CALLBACKS)
 @pytest.mark.parametrize("monitor", ["validation_worst", "validation_score", "learning_rate"])
 def test_what_is_better_must_be_known_before_the_first_step(

@@ -51,6 +51,7 @@ def masked() -> np.ndarray:
     return labels
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("softmax", [False, True])
 @pytest.mark.parametrize("labels", [IDS, masked()])
 def test_each_position_predicts_the_next_token(labels: np.ndarray, softmax: bool) -> None:

@@ -265,7 +265,7 @@ def torch_judges() -> Iterator[bool]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.nightly(600)
+@pytest.mark.nightly(450)
 @pytest.mark.quick(400)
 @node_cases.parametrized([name for name in CASES if name not in NOT_RUN | REFUSED])
 def test_gradient(name: str, torch_judges: bool) -> None:

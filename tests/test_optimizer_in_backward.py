@@ -113,6 +113,7 @@ def test_the_bits_are_those_of_other_sessions(name: str, tmp_path: Path) -> None
     assert early.steps_done == 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_large_variables_are_updated_in_pieces(rows: int) -> None:
     settings = Settings(joined=-1, chunk=WIDTH * WIDTH // rows)
@@ -275,6 +276,7 @@ class Two:
         raise AssertionError
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "use",
     [
@@ -292,6 +294,7 @@ def test_what_needs_all_gradients_is_refused(use: Any) -> None:
         use(trained, batches(1)[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "building", [{"clip_norm": 1.0}, {"optimizer": "Prodigy"}], ids=["clip_norm", "Prodigy"]
 )

@@ -374,7 +374,7 @@ def test_arrays(name: str) -> None:
 
 
 @pytest.mark.nightly(8)
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_sessions(name: str, way: str) -> None:
@@ -420,7 +420,7 @@ def nudged(case: Case) -> Iterator[Optimizer]:
             yield replace(optimizer, **{name: value + 0.01 * factor})
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_bounds_can_fail(name: str) -> None:
     case, start, given = CASES[name], starts(), gradients()
@@ -449,7 +449,7 @@ def test_resumes_exactly(name: str, way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly(9)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", CASES)
 def test_float16(name: str) -> None:
     """Masters follow the oracle, of gradients and starts that float16 has."""
@@ -474,7 +474,7 @@ ONNXRUNTIME = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2]
 SMALLEST = [(), (0,), (1,), (0, 3), (2, 0), (2, 0, 3), (1, 1)]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_shape(name: str) -> None:
     """On arrays, without a warning, and as nodes: the same, of the same types and shapes."""
@@ -524,7 +524,7 @@ def test_zero_gradients_from_the_start_stay_finite(name: str) -> None:
 # ------------------------------------------------------------------------------------- packing
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.packed])
 def test_rules_by_element_are_packed(name: str) -> None:
     """One formula for all parameters but the scalar, whose update stays in the graph."""
@@ -533,6 +533,7 @@ def test_rules_by_element_are_packed(name: str) -> None:
     assert len(update.variables) == 1 + len(CASES[name].optimizer.states)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", [LAMB(), Adafactor()], ids=["LAMB", "Adafactor"])
 def test_rules_by_parameter_stay_in_the_graph(optimizer: Optimizer) -> None:
     assert TrainingSession(build(optimizer)).report().packed == ()

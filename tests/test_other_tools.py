@@ -129,7 +129,7 @@ def test_checker_and_runtime_take_it(path: Path) -> None:
     assert [value.name for value in session.get_inputs()] == ["x"]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tool", KEEPS.values(), ids=KEEPS.keys())
 def test_tools_that_keep_training_info(tool: Callable[[Path], Any], path: Path) -> None:
     expected = losses(path)

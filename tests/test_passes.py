@@ -263,7 +263,7 @@ def trained(case: Case, settings: Settings, **options: Any) -> tuple[Counter[str
     return Counter(operators), losses
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", CASES)
 def test_with_and_without(name: str) -> None:
     if name == "blocked" and BLOCK is None:
@@ -317,6 +317,7 @@ def test_sizes_of_sequences_are_not_bound() -> None:
     assert spy.rows("x") == [None]
 
 
+@pytest.mark.slow
 def test_without_any() -> None:
     for case in (layers("", ""), attention("", ""), CASES["recurrent"]):
         _, losses = trained(case, Settings())
@@ -707,6 +708,7 @@ def test_a_rule_may_leave_out_what_is_constant() -> None:
     np.testing.assert_allclose(slope, wanted)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("copied", [0, 2**28])  # whether the forward pass dequantizes too
 def test_a_large_matrix_is_dequantized_in_parts(
     copied: int, monkeypatch: pytest.MonkeyPatch

@@ -182,7 +182,7 @@ WAYS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_float16_steps(name: str, way: str) -> None:
@@ -234,6 +234,7 @@ def test_steps_that_are_exact_in_float16() -> None:
     ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bfloat16_steps(name: str) -> None:
     optimizer, oracle = OPTIMIZERS[name], Oracle(OPTIMIZERS[name], BFLOAT16)
@@ -359,6 +360,7 @@ def test_a_loss_that_is_not_finite_stops() -> None:
     assert not np.isnan(session.state["w"]).any()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("scale", [0.0, -1.0, np.inf, np.nan])
 def test_scales_that_are_none(scale: float) -> None:
     session = TrainingSession(build())
@@ -430,6 +432,7 @@ def test_setting_one_sets_the_other(kind: int) -> None:
     np.testing.assert_array_equal(session.state["w.master"], master)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_resuming_is_exact(kind: int, tmp_path: Path) -> None:
     feeds = batch(size=8)
@@ -568,6 +571,7 @@ def test_the_file_stays_float16(tmp_path: Path) -> None:
     assert {array.dtype.name for array in expected.values()} == {"float16"}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_graph_that_anything_follows(kind: int, lowered: bool) -> None:

@@ -238,6 +238,7 @@ def test_output_names_any_tensor() -> None:
         build_training_model(model, loss=losses.MeanSquaredError(output="hiden"), optimizer="SGD")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("opset", [18, 21])
 def test_output_names_a_tensor_behind_dropout_and_evaluation_has_none(opset: int) -> None:
     model = onnx.parser.parse_model(

@@ -82,7 +82,7 @@ def session(
 
 
 @pytest.mark.nightly(7)
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("joined", [None, -1])
 @pytest.mark.parametrize(("kind", "bound"), [("double", 1e-7), ("float", 5e-4)])
 @pytest.mark.parametrize("name", CASES)

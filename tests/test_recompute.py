@@ -182,6 +182,7 @@ def chosen(widths: tuple[int, ...], count: int) -> list[str]:
     return found
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("widths", "layers"),
     [

@@ -80,6 +80,7 @@ def test_a_session_of_a_model_in_memory_holds_no_copy_of_it() -> None:
     assert peak(setup, "session = ortops.TrainingSession(model)") < 3.6 * 16 * 4096
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_parameters_come_back_from_a_temporary_file(
     dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

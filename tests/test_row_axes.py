@@ -52,6 +52,7 @@ def time_data() -> tuple[dict[str, Any], Any]:
     return data, np.swapaxes(data["x"].astype(np.float64) @ W, 0, 1)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 6, 32])
 def test_a_state_is_cut_along_its_batch_dimension(batch_size: int) -> None:
     data, loss = state_data()
@@ -498,6 +499,7 @@ def test_a_declared_rank_that_is_wrong_is_refused() -> None:
         session(WRONG_RANK)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("loss", ["MeanSquaredError", "L1"])
 def test_a_declared_size_that_is_wrong_is_refused_in_the_first_run(loss: str) -> None:
     """Targets of one row were broadcast to both numbers."""

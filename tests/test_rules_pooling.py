@@ -481,6 +481,7 @@ GRID = list(
 )
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("opset", [21, 22])  # before 22, onnx counts windows in the padding

@@ -16,6 +16,7 @@ import onnx
 import onnxruntime
 import pytest
 from training_models import classifier, labelled
+from violations import all_violations
 
 import ortops
 from ortops import ArgumentError, ModelError, TrainingSession, build_training_model, schedules
@@ -36,6 +37,7 @@ EACH = {
     "cosine": schedules.cosine(0.5, steps=20, end=0.05),
     "restarts": schedules.cosine(0.5, steps=22, restarts=2, warmup=4),
     "one_cycle": schedules.one_cycle(0.5, steps=20),
+    "fraction": schedules.cosine(0.5, steps=20, warmup=0.26),
     "warmup_cosine": schedules.warmup_cosine(0.5, steps=20, warmup=6),
     "warmup_linear": schedules.warmup_linear(0.5, steps=20, warmup=6),
 }
@@ -144,6 +146,40 @@ def test_formulas_are_torchs(schedule: Schedule, name: str, settings: dict[str, 
     np.testing.assert_allclose(schedule(np.arange(STEPS)), expected, rtol=1e-10, atol=1e-15)
 
 
+@pytest.mark.slow
+@pytest.mark.optional("transformers", "export")
+def test_a_fraction_of_warm_up_steps_is_that_of_transformers() -> None:
+    import torch
+    import transformers
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    with all_violations() as check:
+        for steps in (1, 2, 7, 30, 70, 101):
+            for ratio in (0.03, 0.1, 0.5):
+                with check((steps, ratio)):
+                    warmup = math.ceil(steps * ratio)  # TrainingArguments.get_warmup_steps
+                    theirs = transformers.get_cosine_schedule_with_warmup(optimizer, warmup, steps)
+                    expected = [0.5 * theirs.lr_lambdas[0](n) for n in range(steps)]
+                    found = schedules.warmup_cosine(0.5, steps=steps, warmup=ratio)
+                    np.testing.assert_allclose(found(np.arange(steps)), expected, atol=1e-12)
+
+
+def test_a_fraction_of_the_steps_of_fit() -> None:
+    """Each schedule then needs the number of steps, which `fit` tells the graph."""
+    for schedule, known in (
+        (schedules.constant(0.5, warmup=0.3), schedules.constant(0.5, warmup=3)),
+        (schedules.cosine(0.5, warmup=0.25), schedules.cosine(0.5, steps=10, warmup=3)),
+    ):
+        assert schedule.needs_steps
+        session = TrainingSession(trainable(SGD(schedule)))
+        history = session.fit([batch(n) for n in range(10)], progress=False, callbacks=[])
+        assert history[-1]["steps"] == 10
+        assert session.state["schedule_steps"] == 10
+        other = TrainingSession(trainable(SGD(known)))
+        other.fit([batch(n) for n in range(10)], progress=False)
+        np.testing.assert_array_equal(session.state["b1"], other.state["b1"])
+
+
 def test_a_description_says_how_to_write_it() -> None:
     assert EACH["warmup_cosine"].description == "warmup_cosine(steps=20, end=0.0, warmup=6)"
     assert EACH["step"].description == "step(every=5, factor=0.3, warmup=3)"
@@ -166,7 +202,10 @@ def test_a_description_says_how_to_write_it() -> None:
             lambda: schedules.constant(1, warmup=-1),
             "constant: warmup must be an integer >= 0 and <= 9223372036854775807, got -1",
         ),
-        (lambda: schedules.constant(1, warmup=1.5), "9223372036854775807, got 1.5"),
+        (
+            lambda: schedules.constant(1, warmup=1.5),
+            "9223372036854775807, got 1.5; or give a fraction of the steps, > 0 and < 1",
+        ),
         (
             lambda: schedules.constant(1, warmup=2**63),
             "9223372036854775807, got 9223372036854775808",
@@ -232,7 +271,7 @@ def test_schedules_need_numpy_alone() -> None:
 # ------------------------------------------------------------------------------------- in steps
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("name", EACH)
 def test_steps_follow_the_formula(name: str, joined: bool) -> None:
@@ -282,7 +321,7 @@ def test_a_training_follows_torchs_schedule(joined: bool) -> None:
         )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
 def test_a_step_graph_in_a_plain_session_follows_it(optimizer: Any, lowered: bool) -> None:
@@ -318,6 +357,7 @@ def test_a_step_graph_in_a_plain_session_follows_it(optimizer: Any, lowered: boo
         np.testing.assert_allclose(array, ours.state[name], rtol=2e-5, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["peak_learning_rate", "learning_rate"])
 def test_to_set_the_learning_rate_rescales(name: str) -> None:
     groups = {"b1": {"learning_rate": 0.05}}
@@ -391,6 +431,7 @@ def test_a_schedule_of_ones_own() -> None:
     assert flat.step(batch(0))["scheduled_learning_rate"] == np.float32(0.05)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", [np.int64, np.uint8])
 def test_counts_may_be_numpys(kind: Callable[[int], Any]) -> None:
     """As of lengths that numpy computed; where Tensors are divided they are floats as ever."""

@@ -84,7 +84,7 @@ def test_the_steps_of_fit(case: str, settings: Any, steps: int) -> None:
     assert int(session.state["schedule_start"]) == 0
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stop", [1, 4, 7])
 def test_resuming_continues(stop: int, tmp_path: Path) -> None:
     trainable = model(schedules.warmup_cosine(0.2, warmup=2), optimizer=Adam)
@@ -125,7 +125,7 @@ def test_reset_forgets_the_number() -> None:
         session.step(DATA)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 @pytest.mark.parametrize("net", ["float", "half"])
 @pytest.mark.parametrize("groups", [None, {"w2": {"learning_rate": 0.02}}], ids=str)

@@ -297,7 +297,7 @@ def estimator(name: str) -> Any:
     }[name]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.sklearn
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize("name", ["GaussianNB", "MultinomialNB", "BernoulliNB", "calibrated"])
@@ -809,7 +809,7 @@ QUANTIZED: dict[str, tuple[set[str], int]] = {
 """What is left to train of a model, and how many weights are not."""
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_weights_stay(
     kind: str,

@@ -307,7 +307,7 @@ def typed_model(kind: str, size: int = 1) -> onnx.ModelProto:
     return tape.model()
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "value", "given"),
     [
@@ -418,6 +418,7 @@ def test_pickles_and_clones_with_everything(iris, callback, tmp_path, monkeypatc
             np.testing.assert_array_equal(other.fit(X, y).predict_proba(X), expected)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int64])
 def test_counts_may_be_integers_of_numpy(kind):
     X, y = np.zeros((300, 2), np.float32), np.arange(300.0)

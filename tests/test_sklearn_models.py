@@ -262,7 +262,7 @@ def inputs_of(name: str) -> np.ndarray:
     return points(above=ABOVE.get(name))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_float32(name: str) -> None:
     rounding = 0.0
@@ -274,7 +274,7 @@ def test_float32(name: str) -> None:
     check(converted(fitted(name), NARROW, zipmap=True), inputs_of(name), rounding=rounding)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_IN_FLOAT64])
 def test_float64(name: str) -> None:
     check(converted(fitted(name), WIDE, zipmap=False), inputs_of(name))
@@ -288,7 +288,7 @@ def test_without_zipmap(name: str) -> None:
 
 
 @pytest.mark.nightly(7)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("opset", [12, 15, 18, 21])
 @pytest.mark.parametrize(
     "name", ["LogisticRegression-3", "MLPClassifier-3", "StandardScaler", "PolynomialFeatures"]

@@ -104,7 +104,7 @@ def with_library(step: onnx.ModelProto) -> onnxruntime.InferenceSession:
 
 
 @pytest.mark.nightly(8)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_plain_sessions_train_as_the_training_session_does(model: str, optimizer: str) -> None:
@@ -128,6 +128,7 @@ def test_plain_sessions_train_as_the_training_session_does(model: str, optimizer
             )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_present_values_are_the_defaults(model: str) -> None:
     session = TrainingSession(trainable(model, "Adam"))
@@ -168,6 +169,7 @@ def test_repeated_runs_leave_the_defaults_alone() -> None:
         np.testing.assert_array_equal(state[name], array)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.needs("onnxruntime>=1.27")  # older ones end the process: functions in functions
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_gradient_of_a_gradient(dropout: float) -> None:
@@ -188,6 +190,7 @@ def test_a_gradient_of_a_gradient(dropout: float) -> None:
 LEVELS = onnxruntime.GraphOptimizationLevel
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("level", [LEVELS.ORT_ENABLE_BASIC, LEVELS.ORT_ENABLE_ALL])
 def test_any_optimization_gives_the_same_numbers(level: Any) -> None:
     step = step_graph(trainable("normalizing", "Adam"))
@@ -351,6 +354,7 @@ def test_lowering_a_step_graph_gives_the_same_numbers() -> None:
         np.testing.assert_allclose(found_state[name], array, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kernels", ["python", "onnx"])
 def test_our_inference_session_runs_it(kernels: Any) -> None:
     step = step_graph(trainable("normalizing", "Adam"))

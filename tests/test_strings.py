@@ -92,6 +92,7 @@ def descended(fitted: Any, steps: int) -> tuple[np.ndarray, list[float]]:
     return np.stack([1 - p, p], 1), losses
 
 
+@pytest.mark.quick(1)
 @pytest.mark.sklearn
 @pytest.mark.parametrize("settings", [{}, {"ngram_range": (1, 2)}, {"norm": None}])
 def test_a_text_classifier_trains_like_one_on_vectorized_texts(settings: dict[str, Any]) -> None:
@@ -195,6 +196,7 @@ def test_lists_and_numpys_strings_are_the_same() -> None:
     assert len(losses) == 1
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -638,7 +638,7 @@ def attention(batch: int, time: int, heads: int, opset: int = 13) -> onnx.ModelP
     )
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("batch", "time", "heads"), [(1, 5, 2), (1, 1, 1), (2, 2, 2), (3, 5, 2)])
 @pytest.mark.parametrize("opset", [11, 13, 17])
 def test_attention(batch: int, time: int, heads: int, opset: int) -> None:
@@ -680,6 +680,7 @@ RECURRENT = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_constant_initial_states(kind: str, batch: int) -> None:
@@ -769,7 +770,7 @@ SMALL: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray], list[int], l
 }
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("ir_version", [3, 8])
 def test_constants_that_hold_the_batch(name: str, ir_version: int) -> None:

@@ -137,6 +137,7 @@ def test_unknown_target(call: Callable[..., Any]) -> None:
             call(trainable("layers"), target=target)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_argument_stays(target: Any) -> None:
     model = step_graph(trainable("attention"))

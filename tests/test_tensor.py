@@ -100,7 +100,7 @@ def test_binary_operators(function: Function, dtypes: tuple[str, ...]) -> None:
                 agrees(function, x, array(dtype, 6, seed=2))  # broadcast
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @binary
 def test_arrays_and_numbers_on_either_side(function: Function, dtypes: tuple[str, ...]) -> None:
     with all_violations() as check:
@@ -224,7 +224,7 @@ def test_transposes_and_sizes() -> None:
 REDUCTIONS = [None, 0, -1, (0, 2), (), np.int64(1)]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("keepdims", [False, True])
 @pytest.mark.parametrize("name", ["sum", "prod", "max", "min", "mean"])
 def test_reductions(name: str, keepdims: bool) -> None:

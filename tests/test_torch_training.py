@@ -202,7 +202,7 @@ def trains_as_torch_does(model: str, optimizer: str, **options: Any) -> None:
     assert deviation(state, weights, initial(proto)) < WEIGHT_BOUND
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_updates_apart_from_gradients_train_so_too(optimizer: str) -> None:
     trains_as_torch_does("mlp", optimizer, settings=Settings(joined=-1))  # as in larger models

@@ -213,6 +213,7 @@ class FakeTrial:
         return len(self.reports) == self.last
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("callback", "module", "package"),
     [

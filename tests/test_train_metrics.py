@@ -183,7 +183,7 @@ def fitted(data: Arrays, model: onnx.ModelProto) -> Arrays:
 
 
 @pytest.mark.nightly(7)
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"recompute": "sqrt"}], ids=str)
 def test_without_an_update_they_are_those_of_evaluate(case: str, settings: Any) -> None:
@@ -232,6 +232,7 @@ def test_a_model_that_ortops_did_not_build() -> None:
     assert history[0]["mae"] == pytest.approx(1.5)  # y is -0.5 in each row
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 def test_kernels_of_updates(kernels: Any) -> None:
     model = build_training_model(squashed(), loss="SoftmaxCrossEntropy", optimizer=Adam(0.05))

@@ -137,7 +137,7 @@ every_way = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.mark.nightly(14)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @every_way
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
@@ -167,6 +167,7 @@ def test_padding_does_not_count_as_size() -> None:
     assert [each.in_graph for each in session.report().packed] == [False]
 
 
+@pytest.mark.quick(2)
 @every_way
 @pytest.mark.parametrize("optimizer", ["Adam", swaps_its_states], ids=name_of)
 def test_double_precision(optimizer: Any, way: str) -> None:
@@ -177,6 +178,7 @@ def test_double_precision(optimizer: Any, way: str) -> None:
     assert_trains_alike(model, batches, settings=WAYS[way])
 
 
+@pytest.mark.quick(1)
 @every_way
 def test_running_statistics_take_turns_with_packed_updates(way: str) -> None:
     model = ortops.build_training_model(
@@ -317,7 +319,7 @@ def test_state_is_whole_while_steps_are_made(way: str) -> None:
 
 
 @pytest.mark.nightly(12)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
 def test_run_steps_are_steps(optimizer: Any) -> None:
     model = ortops.build_training_model(
@@ -469,6 +471,7 @@ def test_nothing_but_an_update(in_nodes: bool, way: str, capfd: pytest.CaptureFi
     assert not capfd.readouterr().err  # onnxruntime has nothing to warn of
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("asked", [False, True])
 def test_threads_wait_actively_for_as_long_as_settings_say(
     asked: bool, monkeypatch: pytest.MonkeyPatch
@@ -536,6 +539,7 @@ def test_gradients_that_are_passed_on_are_let_go_of(monkeypatch: pytest.MonkeyPa
         np.testing.assert_array_equal(*(session.state[key] for session in sessions))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("asked", [False, True])
 def test_frozen_weights_are_lent_to_onnxruntime(
     asked: bool, monkeypatch: pytest.MonkeyPatch

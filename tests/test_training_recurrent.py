@@ -125,7 +125,7 @@ def check(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
 
 
 @pytest.mark.nightly(11)
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @CELLS
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -146,7 +146,7 @@ def test_optional_inputs(
     check(*build(operator, direction=direction, optional=optional, **attributes))
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @CELLS
 @pytest.mark.parametrize("outputs", [["Y"], ["Y_h"]], ids="-".join)
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -156,13 +156,14 @@ def test_optional_outputs(
     check(*build(operator, direction=direction, outputs=outputs, **attributes))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("outputs", [["Y_c"], ["Y", "Y_c"]], ids="-".join)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_optional_cell_state(direction: str, outputs: Sequence[str]) -> None:
     check(*build(direction=direction, optional="c", outputs=outputs))
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(3)
 @CELLS
 @pytest.mark.parametrize("xs", ["X", "W", "R", "B", "h"])
 def test_gradient_of_one_input(operator: str, attributes: dict[str, int], xs: str) -> None:
@@ -189,6 +190,7 @@ def test_usual_activations_written_out(operator: str, activations: Sequence[str]
     check(*build(operator, activations=activations))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -209,6 +211,7 @@ def test_other_forms_stay(options: dict[str, Any]) -> None:
     assert all(np.isfinite(array).all() for array in run(ours, feeds))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("operator", "options"),
     [
@@ -230,7 +233,7 @@ def test_other_forms_of_the_others_stay(operator: str, options: dict[str, Any]) 
     assert all(np.isfinite(array).all() for array in run(ours, feeds))
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(4)
 @pytest.mark.torch
 @pytest.mark.parametrize("form", ["static", "symbolic, Y only", "symbolic, last states only"])
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -105,7 +105,7 @@ def test_python_kernels() -> None:
 
 @pytest.mark.optional("llvmlite", "fast")
 def test_it_changes_when_updates_are_compiled() -> None:
-    settings = Settings(compiled_after=(1, 0.0), saved=1.0)
+    settings = Settings(compiled_after=(1, 0.0), compiled_share=-1.0)
     session = TrainingSession(trainable(), settings=settings)
     session.step(batch())
     before = session.report()
@@ -184,6 +184,7 @@ def test_entries() -> None:
         session.report(entry="nothing")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("make", ["small", "large", "convolutional", "device"])
 def test_it_builds_nothing(make: str, stepped: bool, monkeypatch: pytest.MonkeyPatch) -> None:

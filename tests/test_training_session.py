@@ -107,7 +107,7 @@ def test_a_step_of_gradient_descent_by_hand() -> None:
         assert set(outputs) == {"loss", "y"}
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_both_kinds_of_kernels_agree(optimizer: str, dtype: type) -> None:
@@ -128,6 +128,7 @@ def test_both_kinds_of_kernels_agree(optimizer: str, dtype: type) -> None:
         )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kernels", ["python", "onnx"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_against_the_oracle(optimizer: str, kernels: Any) -> None:
@@ -602,6 +603,7 @@ def apply_gradients(session: TrainingSession) -> None:
     session.apply(session.gradients(line.BATCH))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -710,6 +712,7 @@ def test_without_a_learning_rate() -> None:
 # --------------------------------------------------------------------------------- evaluation
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("make", [normalizing, lambda: classifier(dropout=0.5)])
 def test_evaluates_in_inference_mode(make: Any) -> None:
     shape = (1, 4, 4) if make is normalizing else (6,)

@@ -133,6 +133,7 @@ class StopAt(Callback):
             record.stop("the test says so")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_a_resumed_training_sets_aside_the_same_rows(stop: int, tmp_path: Path) -> None:
     data = affine_batch(ROWS)

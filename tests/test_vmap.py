@@ -182,7 +182,7 @@ def check(
 
 
 @pytest.mark.nightly(27)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("key", CASES, ids=lambda key: key[1])
 def test_an_operator_is_mapped(key: tuple[str, str]) -> None:
     checked = 0
@@ -208,6 +208,7 @@ def _runs(case: Case) -> bool:
     return model_of(case, symbolic=False) is not None
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("op_type", ["Conv", "ConvTranspose"])
 def test_convolutions_with_mapped_weights_are_grouped(op_type: str) -> None:
     cases = [case for case in CASES["", op_type] if case.name]

@@ -323,6 +323,7 @@ def test_float16() -> None:
     """Float16 is an optional feature of WebGPU, which the device in software lacks."""
     from ortops.engine.execution import providers
 
+    assert why_unusable("webgpu") == ""  # asking registers it
     model = built(as_half(classifier()))
     if providers._computes_in_float16():
         device, cpu = pair(model)

@@ -1,7 +1,7 @@
-"""Data-parallel training in two processes over gloo, with a custom communicator.
+"""Data-parallel training in two processes over gloo, which torch.distributed brings.
 
-`ortops.distributed.join` uses MPI by default, but any object works that can sum and broadcast an
-array over all processes, here torch.distributed. Each process has half of each batch.
+The program starts both processes itself. Usually torchrun starts them: then, ``work`` needs only
+its last lines, and no file to meet at. Each process has half of each batch.
 Accuracy on 360 test images after 10 epochs: 0.964, as with one process. Weights differ by 8e-8 of
 the largest one after 2 epochs; later, when rounding switches a Relu on or off, by 0.6 %.
 """
@@ -11,32 +11,11 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-import numpy as np
-
 import ortops
 from models import digits, lenet
 
 QUICK = {"accuracy": 0.8, "difference error": 1e-5}
 TRAIN, TEST = ({"images": part.images, "labels": part.labels} for part in digits.load())
-
-
-class Gloo:
-    """A communicator: all processes of torch.distributed."""
-
-    def __init__(self, rank: int, size: int, file: str) -> None:
-        import torch
-
-        self.rank, self.size, self.group = rank, size, torch.distributed
-        self.wrap = torch.from_numpy  # the same memory
-        self.group.init_process_group("gloo", f"file://{file}", rank=rank, world_size=size)
-
-    def sum(self, array: np.ndarray) -> None:
-        """Sums an array over all processes, in place."""
-        self.group.all_reduce(self.wrap(array))
-
-    def broadcast(self, array: np.ndarray) -> None:
-        """Broadcasts an array from process 0, in place."""
-        self.group.broadcast(self.wrap(array), src=0)
 
 
 def train(session: ortops.TrainingSession, epochs: int) -> None:
@@ -46,10 +25,13 @@ def train(session: ortops.TrainingSession, epochs: int) -> None:
 
 def work(rank: int, folder: str, epochs: int) -> None:
     """Runs in each process."""
+    import torch.distributed
+
+    meeting = f"file://{folder}/meeting"
+    torch.distributed.init_process_group("gloo", meeting, rank=rank, world_size=2)
     session = ortops.TrainingSession(f"{folder}/model.onnx")
-    train(ortops.distributed.join(session, Gloo(rank, 2, f"{folder}/meeting")), epochs)
-    if rank == 0:
-        session.save(f"{folder}/trained.onnx")
+    train(ortops.distributed.join(session, "torch"), epochs)
+    session.save(f"{folder}/trained.onnx")  # only process 0 writes
 
 
 def main(quick: bool) -> dict[str, float]:

@@ -137,6 +137,8 @@ def foreign(given: object) -> str | None:
 def explains_arguments(**others: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Returns a decorator that explains arguments which a function does not have.
 
+    A function that passes keyword arguments on rejects only those of other libraries itself.
+
     Args:
         **others: A remedy for each argument that other libraries have.
 
@@ -151,21 +153,24 @@ def explains_arguments(**others: str) -> Callable[[Callable[_P, _R]], Callable[_
 
     def decorate(call: Callable[_P, _R]) -> Callable[_P, _R]:
         parameters = inspect.signature(call).parameters
+        name_of_call = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
         places = [each for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+        is_open = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
         @functools.wraps(call)
         def explained(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             for name in kwargs:
-                if name not in parameters:
+                if name not in parameters and (name in others or not is_open):
                     hint = others.get(name) or did_you_mean(name, set(parameters) - {"self"})
                     raise UnexpectedArgumentError(
-                        f"{call.__name__} has no argument '{name:.80}'; {hint}"
+                        f"{name_of_call} has no argument '{name:.80}'; {hint}"
                     )
             if len(args) > len(places):
                 own = [each.name for each in places if each.name != "self"]
                 hint = others.get("y") or "give the others by name"
                 raise UnexpectedArgumentError(
-                    f"{call.__name__} takes {len(own)} positional argument{'s' * (len(own) > 1)} "
+                    f"{name_of_call} takes {len(own)} positional argument{'s' * (len(own) > 1)} "
                     f"({', '.join(own)}), got {len(args) - len(places) + len(own)}; {hint}"
                 )
             return call(*args, **kwargs)

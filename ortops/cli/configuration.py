@@ -1,4 +1,4 @@
-"""Reads and writes the options of `ortops train` as TOML files."""
+"""Reads and writes the options of `ortops train` and `ortops tune` as TOML files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from typing import Any
 from ortops.errors import OrtopsError, did_you_mean
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.opening import read_regular
+from ortops.llm.options import remedy_on_command_line
 
-_NOT_KEPT = ("command", "run", "given", "config", "write_config", "debug", "resume", "force")
+_NOT_KEPT = (
+    *("command", "run", "given", "config", "write_config", "debug", "resume", "force", "show"),
+)
+_PLACES = {"train": ("model",), "tune": ("folder", "data")}  # arguments without a name
 
 
 def read_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Fills in options missing from the command line from the file given as ``--config``.
 
     Args:
-        options: The options of ``train``; changed in place.
+        options: The options of the command; changed in place.
         parser: The parser that checks the options of the file.
 
     Raises:
@@ -41,25 +45,28 @@ def read_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -
     known = [name.replace("_", "-") for name in vars(options) if name not in _NOT_KEPT]
     for key in found:
         if key not in known:
-            raise OrtopsError(
-                f"--config '{path}': there is no option '{key}'; {did_you_mean(key, known)}"
-            )
-    model = found.pop("model", None)
-    if model is not None and not isinstance(model, str):
-        raise OrtopsError(f"--config '{path}': 'model' must be a string, the path of a file")
+            of_others = remedy_on_command_line(key) if options.command == "tune" else None
+            hint = of_others or did_you_mean(key, known)
+            raise OrtopsError(f"--config '{path}': there is no option '{key}'; {hint}")
+    places = {name: found.pop(name, None) for name in _PLACES[options.command]}
+    for name, place in places.items():
+        if not isinstance(place, str | None):
+            raise OrtopsError(f"--config '{path}': '{name}' must be a string, a path")
     arguments = [word for key, value in found.items() for word in _arguments(key, value, path)]
-    arguments += [] if model is None else ["--", model]
+    arguments += ["--", *("-" if place is None else place for place in places.values())]
     usage = io.StringIO()
     try:
         with contextlib.redirect_stderr(usage):
-            read = parser.parse_args(["train", *arguments])
+            read = parser.parse_args([options.command, *arguments])
     except SystemExit as error:
         why = usage.getvalue().strip().rpartition(" error: ")[2]
-        raise OrtopsError(f"--config '{path}': {why}; see ortops train --help") from error
+        raise OrtopsError(
+            f"--config '{path}': {why}; see ortops {options.command} --help"
+        ) from error
     for key, value in found.items():
         if isinstance(value, list) and not isinstance(getattr(read, key.replace("-", "_")), list):
             raise OrtopsError(f"--config '{path}': '{key}' must be a single value, not an array")
-    for name, value in vars(read).items():
+    for name, value in (vars(read) | places).items():  # None for a place that is not in the file
         if getattr(options, name) is None:
             setattr(options, name, value)
 

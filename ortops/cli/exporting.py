@@ -35,7 +35,9 @@ def export(options: argparse.Namespace) -> int:
             f"'{options.model}' is not a trainable file; give one written by ortops build or train"
         )
     result = TrainingSession(model).inference_model(
-        None if options.original is None else read_model(options.original), ema=options.ema
+        None if options.original is None else read_model(options.original),
+        ema=options.ema,
+        outputs=options.outputs,
     )
     if options.merge_lora:
         result = lora.merge(result)

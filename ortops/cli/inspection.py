@@ -16,6 +16,7 @@ from ortops.engine.execution.providers import CPU
 from ortops.engine.lowering import TRAINING_DOMAIN
 from ortops.engine.summary import text_of
 from ortops.engine.trainable.metadata import entry_names, training_metadata
+from ortops.engine.training.properties import read_properties
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import OrtopsError
 
@@ -42,6 +43,8 @@ def _found(model: onnx.ModelProto, providers: list[str] | None) -> dict[str, Any
         "weights": sum(math.prod(tensor.dims) for tensor in graph.initializer),
         "trainable": bool(model.training_info),
     }
+    if properties := read_properties(model.metadata_props):
+        found["properties"] = properties
     if not model.training_info:
         return found
     algorithms = [info.algorithm for info in model.training_info]
@@ -146,6 +149,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines = [f"opset {opset}; {found['nodes']} nodes, {found['weights']:,} weights"]
     lines += [f"input {name}: {kind}" for name, kind in found["inputs"].items()]
     lines += [f"output {name}: {kind}" for name, kind in found["outputs"].items()]
+    lines += [f"property {n}: {value}" for n, value in found.get("properties", {}).items()]
     if not found["trainable"]:
         return [*lines, "not trainable; ortops build writes a trainable file"]
     lines += [f"loss input {name}: {kind}" for name, kind in found["loss_inputs"].items()]

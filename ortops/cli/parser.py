@@ -8,7 +8,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from ortops.engine.training.fit_options import OPTIONS
+from ortops.engine.training.fit_options import OPTIONS, Option
+from ortops.llm.options import OF_LOSS, SHARED_FIT, TUNING, TUNING_FIT, remedy_on_command_line
 
 _LOSS = (
     "a loss, optionally with arguments: SoftmaxCrossEntropy, MeanSquaredError, "
@@ -57,6 +58,7 @@ _EXAMPLES = {
     "export": """
         ortops export trained.onnx tuned.onnx --original model.onnx
         ortops export trained.onnx small.onnx --ema --quantize
+        ortops export trained.onnx encoder.onnx --outputs embedding
         ortops export adapted.onnx merged.onnx --merge-lora
         """,
     "export-step": """
@@ -75,6 +77,8 @@ _EXAMPLES = {
         """,
     "tune": """
         ortops tune phi-4-mini-int4 chats.jsonl --rank 8 --epochs 3 --save tuned
+        ortops tune phi-4-mini-int4 chats.jsonl --optimizer Lion --accumulate 8 --clip-norm 1 \\
+            --learning-rate 'warmup_cosine(1e-4, warmup=0.03)' --write-config tune.toml
         ortops tune tuned more.jsonl --learning-rate 1e-4 --save tuned-further
         """,
     "lora": """
@@ -106,6 +110,16 @@ class _Parser(argparse.ArgumentParser):
             if value == [] and name != "given":
                 self.error(f"argument --{name.replace('_', '-')}: expected one argument")
         return found, left
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses arguments, and explains options of other libraries for `ortops tune`."""
+        found, left = self.parse_known_args(args, namespace)
+        if left:
+            word = left[0] if getattr(found, "command", "") == "tune" else ""
+            remedy = remedy_on_command_line(word)
+            why = f"{word} is not an option; {remedy}" if remedy else " ".join(left)
+            self.error(why if remedy else f"unrecognized arguments: {why}")
+        return found
 
 
 def make_parser(version: str) -> argparse.ArgumentParser:
@@ -219,6 +233,17 @@ def _positive(text: str) -> float:
     return number
 
 
+_READ: dict[str, Any] = {
+    "whole_number": _count,
+    "number": _positive,
+    "float": float,
+    "rank": lambda text: text if text == "none" else _rank(text),
+    "seed": _whole_number,
+    "number or name": _entry,
+}
+"""What reads the value of an option that is declared."""
+
+
 def _epilog(command: str) -> str:
     examples = textwrap.indent(textwrap.dedent(_EXAMPLES.get(command, "")).strip(), "  ")
     return f"examples:\n{examples}\n\n{_EXIT}" if examples else _EXIT
@@ -257,7 +282,7 @@ def _add_check(command: _Command) -> None:
     parser.epilog = str(parser.epilog).replace(_EXIT, _EXIT_OF_CHECK)
     add("models", nargs="+", help="an .onnx file, a folder of them or of a language model, or -")
     add("--loss", help=_LOSS)
-    about = "names or patterns of the weights to train; may be repeated"
+    about = "names or patterns of the weights to train, or '!PATTERN' to exclude; may be repeated"
     add("--trainable", action="append", metavar="PATTERN", help=about)
     add("--batch-normalization", choices=("auto", "train", "frozen"), default="auto")
     _flag(parser, "--all", "list everything instead of a summary of long lists")
@@ -284,7 +309,10 @@ def _add_algorithm(parser: argparse.ArgumentParser) -> None:
         help="a number, or a schedule such as 'warmup_cosine(3e-4, steps=1000, warmup=100)'; with "
         "`train`, steps defaults to the number of updates",
     )
-    about = "which weights to train: their names, patterns, or scopes of nodes; may be repeated"
+    about = (
+        "which weights to train: their names, patterns, or scopes of nodes; '!PATTERN' excludes; "
+        "may be repeated"
+    )
     add("--trainable", action="append", metavar="PATTERN", help=about)
     about = "how to run BatchNormalization: with the statistics of each batch, or frozen"
     choices = ("auto", "train", "frozen")
@@ -324,7 +352,7 @@ def _add_list(
 
 
 def _add_providers(group: argparse._ActionsContainer) -> None:
-    about = "where to train, such as webgpu or CUDAExecutionProvider (default: the CPU)"
+    about = "where to train, such as cuda or webgpu (default: the CPU)"
     _add_list(group, "--providers", "NAME", about)
 
 
@@ -379,14 +407,20 @@ def _add_train(command: _Command) -> None:
 
 def _add_fit_option(group: argparse._ActionsContainer, argument: str) -> None:
     """Adds the option for an argument of `fit`, if there is one."""
-    option, name = OPTIONS[argument], f"--{argument.replace('_', '-')}"
-    kinds = {"whole_number": _count, "number": _positive}
+    _add_declared(group, argument, OPTIONS[argument])
+
+
+def _add_declared(group: argparse._ActionsContainer, argument: str, option: Option) -> None:
+    """Adds the option for an argument that is declared, if there is one."""
+    name = f"--{argument.replace('_', '-')}"
     if option.metavar == "":
         group.add_argument(name, action=argparse.BooleanOptionalAction, help=option.help)
-    elif option.metavar and option.default == ():
+    elif option.metavar and option.several:
         _add_list(group, name, option.metavar, option.help)
+    elif option.metavar and option.reads == "choice":
+        group.add_argument(name, choices=option.bounds["options"], help=option.help)
     elif option.metavar:
-        kind: Any = kinds.get(option.check)
+        kind: Any = _READ.get(option.reads or option.check)
         group.add_argument(name, type=kind, metavar=option.metavar, help=option.help)
 
 
@@ -397,6 +431,12 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
     add("--plot", metavar="FILE", help="a .png file for a plot of the loss")
     add("--tensorboard", metavar="FOLDER", help="write TensorBoard events here")
     _add_force(group)
+    _add_configuration(group)
+
+
+def _add_configuration(group: argparse._ActionsContainer) -> None:
+    """Adds the options for progress and configuration files."""
+    add = group.add_argument
     add("--quiet", action=argparse.BooleanOptionalAction, help="show warnings only")
     about = "a TOML file with these options; options on the command line take precedence"
     add("--config", metavar="FILE", help=about)
@@ -433,6 +473,8 @@ def _add_export(command: _Command) -> None:
     parser.add_argument("output", help=_OUTPUT)
     _option(parser, "--original", "FILE", "write the weights into a copy of this file")
     _flag(parser, "--ema", "export the averaged weights")
+    about = "write only what these tensors need, which are outputs or not (default: the outputs)"
+    _add_list(parser, "--outputs", "NAME", about)
     _flag(parser, "--merge-lora", "merge the adapter into the weights")
     about = "quantize weights to 8 bits with onnxruntime's dynamic quantization"
     _flag(parser, "--quantize", about)
@@ -462,45 +504,28 @@ def _add_tune(command: _Command) -> None:
         "a folder of onnxruntime-genai, Optimum or transformers.js, or one that this command "
         "wrote, to train its adapter further"
     )
-    add("folder", help=about)
+    add("folder", nargs="?", help=about)
     about = (
         "a file of JSON lines or Parquet, each row with messages or conversations, with "
         "prompt and completion, with text, or with input_ids; for DPO, with prompt, chosen and "
         "rejected"
     )
-    add("data", help=about)
+    add("data", nargs="?", help=about)
     about = "the folder to write, which is served like the original (default: <folder>-tuned)"
     _option(parser, "--save", "FOLDER", about)
     about = "merge the adapter into the weights, for runtimes without adapters (transformers.js)"
-    _flag(parser, "--merge", about)
-    _option(parser, "--rank", "N", "the adapter's rank (default: 8)", _rank)
-    _option(parser, "--alpha", "A", "the scaling's numerator (default: 16)", float)
-    _option(parser, "--dropout", "P", _DROPOUT, float)
-    about = "the layers to adapt (default: all linear layers but lm_head)"
-    _add_list(parser, "--targets", "PATTERN", about)
-    _option(parser, "--epochs", "N", "passes over the data (default: 1)", _count)
-    _option(parser, "--batch-size", "N", "rows per batch (default: 4)", _count)
-    _option(parser, "--max-length", "N", "truncate rows to N tokens (default: 512)", _count)
-    about = "a number, or a schedule such as 'cosine(2e-4)' (default: 2e-4)"
-    _option(parser, "--learning-rate", "RATE", about)
-    about = "train all replies of a chat, the last one, or all tokens (default: assistant)"
-    trained = ("assistant", "completion", "all")
-    add("--train-on", choices=trained, default="assistant", help=about)
-    about = "predict the next token (the default), or prefer chosen to rejected answers"
-    add("--loss", choices=("NextToken", "DPO"), help=about)
-    about = "another file, or a fraction such as 0.1 of the rows, to evaluate after each epoch"
-    _option(parser, "--validation", "DATA", about)
-    _add_providers(parser)
-    _flag(parser, "--group-by-length", "make batches of rows of similar length")
-    about = "join rows to rows of at most --max-length tokens, if the model keeps them apart"
-    _flag(parser, "--packing", about)
+    parser.add_argument("--merge", action=argparse.BooleanOptionalAction, help=about)
+    for table in (TUNING, OF_LOSS, TUNING_FIT):
+        for argument, option in table.items():
+            _add_declared(parser, argument, option)
+    for argument in SHARED_FIT:
+        _add_fit_option(parser, argument)
     about = "print the first batch, with « and » around what is trained, and stop"
     _flag(parser, "--show", about)
-    _option(parser, "--seed", "N", "the order of the rows (default: 0)", _whole_number)
     about = "save every N steps (default: after each epoch)"
     _option(parser, "--checkpoint-steps", "N", about, _count)
     _flag(parser, "--resume", "resume an interrupted training")
-    _flag(parser, "--quiet", "show warnings only")
+    _add_configuration(parser)
 
 
 def _add_lora(command: _Command) -> None:
@@ -513,7 +538,10 @@ def _add_lora(command: _Command) -> None:
     about = "the scaling's numerator (default: 16)"
     add.add_argument("--alpha", type=float, default=16.0, metavar="A", help=about)
     add.add_argument("--dropout", type=float, default=0.0, metavar="P", help=_DROPOUT)
-    about = "the layers to adapt, or all-linear: all but convolutions and the output layer"
+    about = (
+        "the layers to adapt, or all-linear: all but convolutions and the output layer; '!PATTERN' "
+        "excludes"
+    )
     _add_list(add, "--targets", "PATTERN", f"{about} (default: all)")
     _flag(add, "--dora", "train magnitudes of the outputs, too (DoRA)")
     merge = action("merge", "merge an adapter into the weights")

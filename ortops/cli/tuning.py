@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+from ortops import losses, optimizers
+from ortops.cli import configuration
+from ortops.cli.calls import make, read_call
+from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import print_text, say
 from ortops.cli.training import rate_of
+from ortops.engine.training.fit_options import OPTIONS, Option
 from ortops.errors import OrtopsError
 from ortops.graph.files.atomic import TEMPORARY, siblings
 from ortops.llm import FineTuning
+from ortops.llm.options import OF_LOSS, SHARED_FIT, TUNING, TUNING_FIT
 from ortops.llm.saving import ADAPTER, TRAINING, UNFINISHED, is_unfinished
+from ortops.llm.tuning import optimizer_of
 
-_BATCH_SIZE = 4
+_OF_SHOW = {"batch_size", "max_length", "train_on"}
 
 
 def tune(options: argparse.Namespace) -> int:
     """Fine-tunes the language model of a folder."""
+    if options.config:
+        configuration.read_options(options, make_parser(""))
+    for name in ("folder", "data"):
+        if not getattr(options, name):
+            raise OrtopsError(f"{name} is missing; see ortops tune --help")
     if not options.quiet:
         logging.getLogger("ortops").setLevel(logging.INFO)
     save = options.save or f"{Path(options.folder).resolve().name}-tuned"
@@ -34,9 +50,12 @@ def tune(options: argparse.Namespace) -> int:
     _check_merge(options, save)
     tuning = _opened(options, folder, continues=continues, resumes=resumes)
     if options.show:
-        rows, limit = options.batch_size or _BATCH_SIZE, options.max_length or 512
-        print_text(tuning.show(options.data, rows, limit, options.train_on))
+        given = _given(options, TUNING_FIT)
+        shown = {name: given[name] for name in _OF_SHOW & {*given}}
+        print_text(tuning.show(options.data, **shown))
         return 0
+    if options.write_config:
+        configuration.write_options(options, options.write_config)
     _fit(tuning, options, save, resumes=resumes)
     say(f"wrote {save}")
     return 0
@@ -48,23 +67,19 @@ def _opened(
     """Returns the training of a folder: a new one, or the one that was saved in it."""
     rate = None if options.learning_rate is None else rate_of(options.learning_rate)
     if not continues:
-        return FineTuning(
-            folder,
-            8 if options.rank is None else options.rank,
-            16 if options.alpha is None else options.alpha,
-            options.targets,
-            2e-4 if rate is None else rate,
-            loss=options.loss,
-            dropout=options.dropout or 0.0,
-            providers=options.providers,
-        )
-    for name in () if resumes else ("rank", "alpha", "dropout", "targets", "loss"):
-        if getattr(options, name) is not None:
+        given = _given(options, TUNING) | _loss(options)
+        given |= {} if rate is None else {"learning_rate": rate}
+        given |= {"rank": None} if options.rank == "none" else {}
+        return FineTuning(folder, **_with_optimizer(given))
+    again = {"learning_rate", *inspect.signature(FineTuning.load).parameters}
+    for name in () if resumes else {**_given(options, TUNING), **_given(options, OF_LOSS)}:
+        if name not in again:
+            option = f"--{name.replace('_', '-')}"
             raise OrtopsError(
-                f"--{name}: '{folder}' already has an adapter; omit --{name}, or start "
+                f"{option}: '{folder}' already has an adapter; omit {option}, or start "
                 "from the original folder"
             )
-    tuning = FineTuning.load(folder, providers=options.providers)
+    tuning = FineTuning.load(folder, options.recompute, providers=options.providers)
     if rate is not None and not resumes:
         if not isinstance(rate, int | float):
             raise OrtopsError(
@@ -73,6 +88,39 @@ def _opened(
             )
         tuning.session.peak_learning_rate = rate
     return tuning
+
+
+def _given(options: argparse.Namespace, table: Mapping[str, Option]) -> dict[str, Any]:
+    """Returns the given options for arguments of a table."""
+    own = (name for name, option in table.items() if option.metavar is not None)
+    return {name: value for name in own if (value := getattr(options, name)) is not None}
+
+
+def _loss(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the loss, if it has arguments."""
+    own, name = _given(options, OF_LOSS), options.loss or "NextToken"
+    if options.beta is not None and name != "DPO":
+        raise OrtopsError("--beta: only DPO has it; give --loss DPO, or omit --beta")
+    return {"loss": getattr(losses, name)(**own)} if own else {}
+
+
+def _with_optimizer(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns arguments of `FineTuning`, with an optimizer that has arguments as an object."""
+    call = read_call(given.get("optimizer", "Adam"), "--optimizer")
+    if not call.arguments and not call.keywords:
+        return given
+    made = optimizer_of({**given, "optimizer": call.name})
+    names = [each.name for each in fields(made)]
+    in_call = {*call.keywords, *names[: len(call.arguments)]}
+    for name in ("learning_rate", "weight_decay"):
+        if name in in_call and name in given:
+            option = f"--{name.replace('_', '-')}"
+            raise OrtopsError(f"--optimizer: it has {name}; omit that, or omit {option}")
+    more = {name: getattr(made, name) for name in names if name not in in_call}
+    known, others = optimizers.OPTIMIZERS, optimizers.OTHER_NAMES
+    made = make(call, known, "--optimizer", others, **more)
+    rest = given.keys() - {"learning_rate", "weight_decay"}
+    return {name: given[name] for name in rest} | {"optimizer": made}
 
 
 def _validation(text: str | None) -> str | float | None:
@@ -98,21 +146,16 @@ def _fit(
     resumes: bool,
 ) -> None:
     before = tuning.session.steps_done
-    tuning.fit(
-        options.data,
-        epochs=options.epochs or 1,
-        batch_size=options.batch_size or _BATCH_SIZE,
-        max_length=options.max_length or 512,
-        train_on=options.train_on,
-        group_by_length=options.group_by_length,
-        packing=options.packing,
-        seed=options.seed or 0,
-        validation=_validation(options.validation),
-        progress=not options.quiet,
-        save=None if options.merge else save,
-        save_steps=options.checkpoint_steps,
-        resume=resumes,
-    )
+    given: dict[str, Any] = {
+        **_given(options, TUNING_FIT),
+        **_given(options, {name: OPTIONS[name] for name in SHARED_FIT}),
+        "validation": _validation(options.validation),
+        "progress": not options.quiet,
+        "save": None if options.merge else save,
+        "save_steps": options.checkpoint_steps,
+        "resume": resumes,
+    }
+    tuning.fit(options.data, **given)
     if options.merge:
         tuning.save(save, merged=True)
     if resumes and tuning.session.steps_done == before:

@@ -6,9 +6,13 @@ ortops.distributed.join(session)``. Start it with MPI::
     mpiexec -n 2 python -m mpi4py train.py
 
 ``-m mpi4py`` terminates all processes if one of them fails; without it, `join` logs a warning,
-because the others may wait forever. Each process (a rank, in MPI's terms)
-runs the same script, holds all variables, and computes the gradients of its rows. The gradients are
-summed, and each rank applies the same update.
+because the others may wait forever. With ``join(session, "torch")``, start it with torchrun, which
+also starts all processes again if one of them fails::
+
+    torchrun --nproc-per-node 2 --max-restarts 3 train.py
+
+Each process (a rank, in MPI's terms) runs the same script, holds all variables, and computes the
+gradients of its rows. The gradients are summed, and each rank applies the same update.
 """
 
 from __future__ import annotations
@@ -18,13 +22,15 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ortops._common.arguments import number
+from ortops._common.arguments import choice, number
+from ortops.distributed.exchanges import Exchanges
 from ortops.distributed.mpi import MPI
+from ortops.distributed.torch_group import TorchCommunicator
 from ortops.engine.training.data import rows
 from ortops.engine.training.feeds import Checked
 from ortops.engine.training.gradients import Accumulation, Gradients
@@ -36,7 +42,7 @@ from ortops.engine.training.trainer import Shared, StepStrategy
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError, UnsupportedError
 from ortops.graph.row_axes import along
 
-__all__ = ["Communicator", "JoinedSession", "join"]
+__all__ = ["Communicator", "JoinedSession", "TorchCommunicator", "join"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -49,7 +55,8 @@ class Communicator(Protocol):
     """The interface for communication between ranks.
 
     All ranks call the same methods in the same order. A rank waits for the others; if one of them
-    has exited, the call raises an error or terminates the process.
+    has exited, the call raises an error of any kind, which `join` makes an OrtopsError, or
+    terminates the process.
 
     Example:
         >>> class Nobody:
@@ -86,7 +93,7 @@ class Communicator(Protocol):
 
 def join(
     session: TrainingSession,
-    communicator: Communicator | None = None,
+    communicator: Communicator | Literal["torch"] | None = None,
     *,
     timeout: float | None = None,
 ) -> JoinedSession:
@@ -100,15 +107,17 @@ def join(
         session: The session.
         communicator: Communicates between ranks; by default MPI with all its processes, which
             requires mpi4py and an MPI library (``pip install ortops[distributed]`` has both).
+            ``"torch"`` is `TorchCommunicator` with all processes that torchrun has started.
         timeout: The maximum time, in seconds, that a rank waits for the others in MPI before it
             raises an OrtopsError; None for no limit, but a warning after a minute. It must exceed
             the longest time between two steps of a rank, including what only rank 0 does, such as
             saving. Other communicators have their own limits.
 
     Raises:
-        ArgumentError: If an argument is invalid.
+        ArgumentError: If an argument is invalid, or the communicator computes other numbers than
+            sums over the ranks and values of rank 0.
         ModelError: If ranks have different models, or are at different points of `fit`.
-        OrtopsError: If mpi4py is required and not installed.
+        OrtopsError: If mpi4py or torch is required and not installed, or an exchange fails.
         UnsupportedError: If there are several ranks and the algorithm has no gradients (see
             `ortops.TrainingSession.gradients`).
 
@@ -128,7 +137,12 @@ def join(
             raise ArgumentError(
                 "join: timeout applies to MPI only; set the timeout of the given communicator"
             )
-    return JoinedSession(session, MPI(timeout) if communicator is None else communicator)
+    if communicator is None:
+        communicator = MPI(timeout)
+    elif isinstance(communicator, str):
+        choice("join: communicator", communicator, ["torch"])
+        communicator = TorchCommunicator()
+    return JoinedSession(session, communicator)
 
 
 class JoinedSession(TrainingSession):
@@ -170,26 +184,18 @@ class JoinedSession(TrainingSession):
     """
 
     def __init__(self, session: TrainingSession, communicator: Communicator) -> None:
-        try:
-            rank, size = int(communicator.rank), int(communicator.size)
-            fits = 0 <= rank < size and callable(communicator.sum)
-            fits = fits and callable(communicator.broadcast)
-        except (AttributeError, TypeError, ValueError):
-            fits = False
-        if not fits:
-            raise ArgumentError(
-                "join: communicator must have rank < size, sum(array) and broadcast(array), got "
-                f"{communicator!r:.80}"
-            )
+        exchanges = Exchanges(communicator)
+        rank, size = exchanges.rank, exchanges.size
         joined = None
         if size > 1:  # all checks come first, so that the session stays as it is if one fails
             session._execution.split_step()  # raises an error if the algorithm has no gradients
-            joined = JoinedSteps(session._loaded, communicator)
+            exchanges.check()
+            joined = JoinedSteps(session._loaded, exchanges)
             joined.check_same(session._file.digest())
             joined.take_state()
         self.__dict__ = session.__dict__  # the same memory and the same lock
         session.__class__ = JoinedSession  # other references to it are joined, too
-        self._communicator, self._rank, self._size = communicator, rank, size
+        self._communicator, self._rank, self._size = exchanges, rank, size
         if joined is not None:
             self._steps = self._joined = joined
             self._file.writes = not rank
@@ -228,10 +234,10 @@ class JoinedSteps(Steps):
         communicator: Communicates between ranks.
     """
 
-    def __init__(self, loaded: LoadedModel, communicator: Communicator) -> None:
-        super().__init__(loaded, int(communicator.rank))
+    def __init__(self, loaded: LoadedModel, communicator: Exchanges) -> None:
+        super().__init__(loaded, communicator.rank)
         self._communicator = communicator
-        self._size = int(communicator.size)
+        self._size = communicator.size
         self._warned = False
         self._compared = False  # whether ranks have compared a batch of this `fit`
         self._assigned: dict[str, bytes] = {}  # digests of the variables set since the last step
@@ -356,10 +362,15 @@ class JoinedSteps(Steps):
         self,
         feeds: Mapping[str, Array],
         outputs: Sequence[str] | None,
-        note: Callable[[Mapping[str, Array]], object] | None = None,
+        note: Callable[[Mapping[str, Any]], object] | None = None,
         count: int | None = None,
-    ) -> dict[str, Array]:
-        """Makes a step; ``count`` is the number of rows that count, by default all of them."""
+        *,
+        stay: bool = False,
+    ) -> dict[str, Any]:
+        """Makes a step; ``count`` is the number of rows that count, by default all of them.
+
+        Gradients are added up in the CPU's memory, so that no output stays on a device.
+        """
 
         def reduce(gradients: Gradients) -> None:
             self._all_reduce(gradients, rows(feeds) if count is None else count)

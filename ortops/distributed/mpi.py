@@ -16,20 +16,13 @@ import numpy as np
 
 from ortops._common.numbers import Array
 from ortops._common.optional import optional_module
+from ortops.distributed.exchanges import CALLS, CUT_OFF, PATIENCE, warn_of_wait
 from ortops.errors import OrtopsError
 
 logger = logging.getLogger("ortops")
 
 _LOOKS = 64
 """The number of tests for completion of an exchange between checks of timeout and exited ranks."""
-
-_PATIENCE = 60.0
-"""The time, in seconds, after which a rank logs that it waits for the others."""
-
-_CALLS = (
-    "all ranks must make the same calls of `step`, `run_steps`, `gradients` and `fit` in the same "
-    "order"
-)
 
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -124,10 +117,7 @@ class _Channel:
             OrtopsError: If another process does not take part, or MPI fails.
         """
         if self._is_cut_off:
-            raise OrtopsError(
-                "join: an earlier exchange was interrupted, so the ranks are out of sync; restart "
-                "all of them from a saved file"
-            )
+            raise OrtopsError(CUT_OFF)
         self._is_cut_off = True  # until it is done, because a signal handler may raise
         held = len(self._held)
         self._held.append(data)
@@ -136,14 +126,14 @@ class _Channel:
             self._held.append(request)
             self._wait(request, timeout)
         except self._module.Exception as error:
-            raise OrtopsError(f"join: MPI failed ({error}); {_CALLS}") from error
+            raise OrtopsError(f"join: MPI failed ({error}); {CALLS}") from error
         del self._held[held:]
         self._done += 1
         self._is_cut_off = False
 
     def _wait(self, request: Any, timeout: float | None) -> None:
         begin = time.monotonic()
-        patience = _PATIENCE
+        patience = PATIENCE
         for number in itertools.count(1):
             if request.Test():
                 return
@@ -155,20 +145,16 @@ class _Channel:
                 if done <= self._done:
                     raise OrtopsError(
                         f"join: rank {rank} has exited while rank {self._rank} waits for it; "
-                        f"{_CALLS}"
+                        f"{CALLS}"
                     )
             waited = time.monotonic() - begin
             if waited > patience:
                 patience = float("inf")
-                logger.warning(
-                    "join: rank %d has waited for the other ranks for %.0f s; if one of them has "
-                    "stopped, end the job. join(…, timeout=) raises an error instead",
-                    *(self._rank, waited),
-                )
+                warn_of_wait(self._rank, waited, "join(…, timeout=)")
             if timeout is not None and waited > timeout:
                 raise OrtopsError(
                     f"join: rank {self._rank} timed out after {timeout:g} s of waiting for the "
-                    f"other ranks; {_CALLS}, or increase join(…, timeout=)"
+                    f"other ranks; {CALLS}, or increase join(…, timeout=)"
                 )
 
     def _look(self) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 SHOWN = 20
 """How many items of a list are shown."""
+
+WIDTH = 100
+"""How many characters a line of a table has at most."""
 
 _LONGEST = 24  # of a dimension
 
@@ -82,6 +85,47 @@ def by_module(kinds: Mapping[str, str]) -> list[str]:
         tensors = f"{len(names)} tensor{'s' * (len(names) > 1)}"
         lines.append(f"  {'.'.join(module) or 'others'}  {count:,} in {tensors}")
     return first(lines)
+
+
+def module_of(name: str) -> str:
+    """Returns the module in the name of a parameter; empty if there is none.
+
+    Example:
+        >>> module_of("body.0.weight"), module_of("onnx::MatMul_12")
+        ('body.0', '')
+    """
+    return ".".join(_path(name))
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns lines with the columns of `TrainingSession.summary`.
+
+    Args:
+        rows: Four texts each: a name, of which the start is cut if it is too long, a text of which
+            it is the end, a number, and a text of any length.
+
+    Example:
+        >>> table([("fc", "[N, 4]", "20", "yes"), ("x" * 90, "", "1", "no")])[1][:6]
+        '…xxxxx'
+    """
+    rows = [[visible(cell) for cell in row] for row in rows]
+    wide = [min(most, max(len(row[i]) for row in rows)) for i, most in enumerate((40, 24, 15))]
+    lines = []
+    for name, kind, count, text in rows:
+        name = name if len(name) <= wide[0] else f"…{name[1 - wide[0] :]}"
+        cells = f"{name:{wide[0]}}  {cut(kind, wide[1]):{wide[1]}}  {count:>{wide[2]}}  {text}"
+        lines.append(cells.rstrip())
+    return lines
+
+
+def cut(text: str, most: int = WIDTH) -> str:
+    """Returns a text without its end if it is too long.
+
+    Example:
+        >>> cut("[batch,64,128,128]", 12)
+        '[batch,64,1…'
+    """
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def by_reason(reasons: Mapping[str, str]) -> list[str]:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortops._common.arguments import number, whole_number
+from ortops._common.cores import session_threads
 from ortops.engine.inference import lend
 from ortops.errors import OrtopsError
 from ortops.graph.convert import to_ir
@@ -72,6 +73,7 @@ def open_model(model: LightModel) -> tuple[onnxruntime.InferenceSession, Any]:
     """Returns a session of a model on the CPU, and what must live as long as it does."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # one warning for each tensor of an adapter
+    options.intra_op_num_threads = session_threads()
     message, lent = move_out(to_ir(model), 0)
     lend(options, lent)
     return onnxruntime.InferenceSession(

@@ -95,7 +95,7 @@ class FolderWriter:
         session: The session that trains the adapter.
         folder: The folder that was read.
         files: The files of a model in several files.
-        names: The names of the adapter's matrices.
+        names: The names of the adapter's matrices; none if all weights are trained.
         initial: Their values in the file of the model.
         is_loaded: Whether the folder was written by this class.
     """
@@ -124,6 +124,10 @@ class FolderWriter:
         if target.resolve() == self._folder.path.resolve() and not self._is_loaded:
             raise ArgumentError(
                 f"folder must not be that of the original model, got '{target}'; give another one"
+            )
+        if not self._names and (target / ADAPTER).exists():
+            raise ArgumentError(
+                f"folder must not have an adapter if rank=None, got '{target}'; give another one"
             )
 
     def _save_others(self, target: Path) -> None:
@@ -162,7 +166,8 @@ class FolderWriter:
             raise ArgumentError(
                 f"folder must not have an adapter if merged=True, got '{target}'; give another one"
             )
-        model = external.detach(merged_model(self.session.inference_model()))
+        trained = self.session.inference_model()
+        model = external.detach(merged_model(trained) if self._names else trained)
         model = prune(model, load_light(self._folder.model))
         self._save_others(target)
         write_model(self._place(self._folder.model, target), model, follow=False)
@@ -189,8 +194,11 @@ class FolderWriter:
     def save_model_file(self, target: Path) -> None:
         """Writes what training does not change."""
         self._save_others(target)
-        if self._files is not None:
-            return
+        if self._files is None and self._names:  # otherwise, training changes all of it
+            self._write_model(target)
+
+    def _write_model(self, target: Path) -> None:
+        """Writes the model, with the first values of the adapter."""
         file = self._place(self._folder.model, target)
         with self.session._locked_file() as held:
             model = held.light_inference_model()
@@ -203,11 +211,15 @@ class FolderWriter:
 
     def save_progress(self, target: Path) -> None:
         """Writes the adapter, and the state of the training."""
-        if self._files is not None:
-            self._save_files(self._files, target)
+        if self._files is not None or not self._names:
+            if self._files is None:
+                self._write_model(target)
+            else:
+                self._save_files(self._files, target)
             with self.session._locked_file() as held:
                 state = held.light_model()
-                write_metadata(state.proto, NAMES, json.dumps(self._files.names))
+                if self._files is not None:
+                    write_metadata(state.proto, NAMES, json.dumps(self._files.names))
                 write_model(target / TRAINING, state, follow=False)
             self._finish(target)
             return

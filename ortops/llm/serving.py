@@ -105,7 +105,7 @@ class Server:
             fed = {} if source is None else source_feeds([source], 0)
             fixed = {} if source is None else encode(parts["encoder"], fed)
             return Decoder(first, following, self._folder, fixed, functools.partial(_unread, fixed))
-        if self._served is None:
+        if self._served is None or not self._names:  # then all weights are trained
             with self.session._locked_file() as held:
                 light = held.light_inference_model()
                 refuse_norms(light.proto)

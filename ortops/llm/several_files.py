@@ -121,13 +121,13 @@ class SeveralFiles:
         """Returns the model of each file, with the adapter merged into the weights.
 
         Args:
-            trained: The trained model, with an adapter.
+            trained: The trained model.
 
         Raises:
             UnsupportedError: If an adapted layer shares its weight with another one.
         """
-        assert adapter_of(trained.metadata_props) is not None
-        merged = convert.load_light(merge(trained))
+        has_adapter = adapter_of(trained.metadata_props) is not None
+        merged = convert.load_light(merge(trained) if has_adapter else trained)
         base = convert.load_light(self.base)
         after = merged.arrays({tensor.name for tensor in merged.proto.graph.initializer})
         first = base.arrays({tensor.name for tensor in base.proto.graph.initializer})

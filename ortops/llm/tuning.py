@@ -9,9 +9,9 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +19,18 @@ import onnx
 
 from ortops._common.arguments import boolean, choice, whole_number
 from ortops._common.notes import notes_as_details
+from ortops._common.other_names import explains_arguments
 from ortops.engine.building.builder import build_light
+from ortops.engine.building.parameters import quantized
 from ortops.engine.training.callback import Callback, Record
+from ortops.engine.training.fit_options import checked_options, has_options
 from ortops.engine.training.history import History
 from ortops.engine.training.row_data import Division
+from ortops.engine.training.schedule_length import steps_left
 from ortops.engine.training.session import TrainingSession
-from ortops.errors import ArgumentError, ModelError
+from ortops.errors import ArgumentError, ModelError, UnsupportedError
 from ortops.graph.adapters import adapter_of
-from ortops.graph.convert import load_light
+from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.external import LightModel, move_aside
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.graph.files.opening import read_regular
@@ -42,6 +46,7 @@ from ortops.llm.folder import (
 )
 from ortops.llm.generation import Sampling
 from ortops.llm.graphs import refuse_experts, without_pruning
+from ortops.llm.options import FIRST_OPTIONS, TUNING, TuningOptions, remedies
 from ortops.llm.row_kinds import Comparisons, RowKind, SequencePairs, Sequences
 from ortops.llm.saving import ADAPTER, TRAINING, FolderWriter, refuse_unfinished
 from ortops.llm.serving import Server
@@ -53,13 +58,20 @@ from ortops.lora.peft import with_peft
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
 from ortops.losses.preference import REWARD_MARGIN
 from ortops.metrics.metric import Array, Mean
-from ortops.optimizers import Adam
+from ortops.optimizers import Optimizer, resolve
 from ortops.schedules import Schedule
 
 logger = logging.getLogger("ortops")
 
 _LOSS = "ortops.llm"
 """The metadata key of the loss."""
+
+RATE: float = TUNING["learning_rate"].default
+
+_OF_ADAPTER = (
+    *("rank", "alpha", "targets", "rslora", "rank_pattern", "alpha_pattern", "dropout", "seed"),
+)
+"""The arguments of `ortops.lora.addition.adapted`."""
 
 _MEASURED, _LONG = 3, 60  # steps, seconds
 
@@ -79,11 +91,13 @@ class FineTuning:
             file in it. Of the folder, genai_config.json, config.json, tokenizer.json,
             tokenizer_config.json and the chat template are read, if they exist. Text needs the
             packages tokenizers and jinja2 (``pip install ortops[llm]``); token ids need neither.
-        rank: The rank of the adapter.
+        rank: The rank of the adapter; None to train all weights of the model instead, which must
+            not be quantized. `save` then writes no adapter, but the trained model.
         alpha: The numerator of the scaling, alpha / rank.
         targets: The layers to adapt, as for `ortops.lora.add`; by default all linear layers but
             lm_head, which computes the logits.
-        learning_rate: The learning rate, or a schedule of `ortops.schedules`.
+        learning_rate: The learning rate, or a schedule of `ortops.schedules`; left out beside an
+            optimizer that is given as an object.
         recompute: Which activations to keep, as for `ortops.TrainingSession`; ``"sqrt"`` saves much
             memory for a third more time. By default, all activations are kept.
         adapter: An adapter to begin with: a folder of PEFT, which determines rank, alpha, targets,
@@ -99,6 +113,13 @@ class FineTuning:
         seed: The seed of the adapter's random initial values.
         providers: Where to train, as for `ortops.TrainingSession`; by default, on the CPU, where
             `generate` always runs.
+        optimizer: The name of an optimizer of `ortops.optimizers`, or an object, which has its own
+            learning rate and weight decay. By default PyTorch's Adam, or its AdamW if
+            ``weight_decay`` is given. By name, optimizers have this learning rate, but Prodigy
+            and Adadelta their own, 1.
+        weight_decay: The weight decay of the optimizer.
+        clip_norm: The largest norm of all gradients together, as for
+            `ortops.build_training_model`.
 
     Attributes:
         session: The `ortops.TrainingSession`.
@@ -123,32 +144,30 @@ class FineTuning:
     session: TrainingSession
     _initial: Mapping[str, Any]
 
+    @explains_arguments(**remedies(in_fit=False))
+    @has_options(TuningOptions)
     def __init__(
         self,
         folder_or_file: str | os.PathLike[str],
-        rank: int = 8,
+        rank: int | None = 8,
         alpha: float = 16,
         targets: str | Sequence[str] | None = None,
-        learning_rate: float | Schedule = 2e-4,
+        learning_rate: float | Schedule = RATE,
         recompute: Checkpoint | None = None,
         adapter: str | os.PathLike[str] | None = None,
-        *,
-        loss: NextToken | str | None = None,
-        dropout: float = 0.0,
-        rslora: bool = False,
-        rank_pattern: Mapping[str, int] | None = None,
-        alpha_pattern: Mapping[str, float] | None = None,
-        seed: int = 0,
-        providers: Sequence[Any] | None = None,
+        **options: Unpack[TuningOptions],
     ) -> None:
+        first = rank, alpha, targets, learning_rate, recompute, adapter
+        named = dict(zip(FIRST_OPTIONS, first, strict=True))
+        given = checked_options({**named, **options}, TUNING)
         folder = open_folder(folder_or_file)
         refuse_unfinished(folder.path)
         files = several_files(folder)
-        settings = (rslora, rank_pattern, alpha_pattern, dropout, seed)
         with notes_as_details():
-            model = _adapted(folder, files, rank, alpha, targets, adapter, settings)
+            model = _adapted(folder, files, given)
             refuse_experts(model.proto)
-            trainable = _trainable(model, folder, learning_rate, loss, files)
+            trainable = _trainable(model, folder, given, files)
+        providers = given["providers"]
         self._start(folder, trainable, files=files, recompute=recompute, providers=providers)
         if adapter is not None:  # without an active adapter, the saved model is the base
             self._writer.initial = {n: np.zeros_like(a) for n, a in self._writer.initial.items()}
@@ -198,6 +217,7 @@ class FineTuning:
             self._tokenizer = Tokenizer(self._folder)
         return self._tokenizer
 
+    @explains_arguments(**remedies(in_fit=True))
     def fit(
         self,
         data: Rows,
@@ -264,7 +284,8 @@ class FineTuning:
                 `save`). After `load`, ``fit(…, resume=True)`` continues an interrupted training, as
                 if it had never stopped.
             save_steps: The number of steps between saves, in place of an epoch.
-            **settings: Further arguments of `ortops.TrainingSession.fit`, such as ``callbacks``.
+            **settings: Further arguments of `ortops.TrainingSession.fit`, such as ``accumulate``,
+                ``max_steps`` and ``callbacks``.
 
         Returns:
             The history of `ortops.TrainingSession.fit`. The loss is the mean over the trained
@@ -306,8 +327,10 @@ class FineTuning:
             return self._batches.of(units, batch_size, padding)
 
         count = len(Division(examples, batch_size))
-        steps = whole_number("epochs", epochs, 1) * count
-        callbacks = [*settings.pop("callbacks", ()), Estimate(steps)]
+        call = {"epochs": whole_number("epochs", epochs, 1), "batches": count}
+        steps = steps_left({**call, "accumulate": settings.get("accumulate", 1)})
+        known = [each for each in (steps, settings.get("max_steps")) if each is not None]
+        callbacks = [*settings.pop("callbacks", ()), Estimate(min(known))]
         callbacks += self._writer.checkpoints(save, save_steps)
         given = Epochs(epoch, count)
         return self.session.fit(given, epochs=epochs, seed=seed, callbacks=callbacks, **settings)
@@ -534,36 +557,30 @@ def _saved(folder: Folder, files: SeveralFiles | None) -> tuple[LightModel, dict
     Returns:
         The model, and the initial values of its adapter.
     """
-    if files is not None:
-        trainable = _saved_training(folder.path / TRAINING)
+    model, state = load_light(folder.model), folder.path / TRAINING
+    is_adapted = adapter_of(model.proto.metadata_props) is not None
+    if files is not None or (state.is_file() and not is_adapted):
+        trainable = _saved_training(state)
         return trainable, _adapter_values(trainable)
-    model = load_light(folder.model)
-    if adapter_of(model.proto.metadata_props) is None:
+    if not is_adapted:
         raise ModelError(
             f"folder '{folder.path}': its model has no adapter; begin with "
             "ortops.llm.FineTuning(folder)"
         )
-    initial, state = _adapter_values(model), folder.path / TRAINING
+    initial = _adapter_values(model)
     if state.is_file():
         return _filled(state, model), initial
     # The training begins again, from the adapter.
     model = with_adapter(without_pruning(model), folder.path / ADAPTER)
-    return _trainable(model, folder, 2e-4, None), initial
+    return _trainable(model, folder, checked_options({}, TUNING)), initial
 
 
 def _adapted(
     folder: Folder,
     files: SeveralFiles | None,
-    rank: int,
-    alpha: float,
-    targets: str | Sequence[str] | None,
-    adapter: str | os.PathLike[str] | None,
-    settings: tuple[bool, Mapping[str, int] | None, Mapping[str, float] | None, float, int],
+    given: Mapping[str, Any],
 ) -> LightModel:
-    """Returns the model of a folder with an adapter; see `FineTuning`.
-
-    The settings are the last arguments of `ortops.lora.addition.adapted`.
-    """
+    """Returns the model of a folder with an adapter; see `FineTuning`."""
     model = load_light(folder.model if files is None else files.base)  # without its data
     if files is None:
         model = without_pruning(model)
@@ -572,11 +589,35 @@ def _adapted(
             f"folder '{folder.path}': its model already has an adapter; continue with "
             "ortops.llm.FineTuning.load, or merge it with ortops.lora.merge"
         )
+    adapter = given["adapter"]
+    if given["rank"] is None:
+        _refuse_adapter(model, given)
+        return model
     if adapter is not None and Path(adapter).is_dir():
         return move_aside(with_peft(read_base(model), adapter))
-    chosen = "all-linear" if targets is None else targets
-    model = move_aside(adapted(read_base(model), rank, alpha, chosen, *settings))
+    chosen = {"targets": "all-linear"} if given["targets"] is None else {}
+    settings = {name: given[name] for name in _OF_ADAPTER} | chosen
+    model = move_aside(adapted(read_base(model), **settings))
     return model if adapter is None else with_adapter(model, adapter)
+
+
+def _refuse_adapter(model: LightModel, given: Mapping[str, Any]) -> None:
+    """Rejects what only an adapter has, and weights that cannot be trained themselves."""
+    for name in ("targets", "adapter", "dropout", "rslora", "rank_pattern", "alpha_pattern"):
+        if given[name] not in (None, TUNING[name].default):
+            raise ArgumentError(
+                f"{name} must be left out if rank=None trains all weights, got {given[name]!r:.80}"
+            )
+    if given["loss"] == "DPO" or isinstance(given["loss"], DPO):
+        raise ArgumentError(
+            "loss must be NextToken if rank=None, as the reference of DPO is the model without "
+            "its adapter, got DPO"
+        )
+    for name, why in quantized(to_ir(model).graph.initializers.values()).items():
+        raise UnsupportedError(
+            f"rank=None trains all weights, but '{name}' {why}: give a rank, for an adapter beside "
+            "quantized weights, or a folder in floating point"
+        )
 
 
 def _rewards(session: TrainingSession, pairs: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -609,20 +650,23 @@ class _Preferred(_Margin):
 def _trainable(
     model: LightModel,
     folder: Folder,
-    learning_rate: float | Schedule,
-    loss: NextToken | str | None,
+    given: Mapping[str, Any],
     files: SeveralFiles | None = None,
 ) -> LightModel:
-    kinds = {"NextToken": NextToken, "DPO": DPO}
+    loss, settings = (
+        given["loss"],
+        {"optimizer": optimizer_of(given), "clip_norm": given["clip_norm"]},
+    )
     if isinstance(loss, str):
-        loss = kinds[choice("loss", loss, tuple(kinds))]()
+        choice("loss", loss, TUNING["loss"].bounds["options"])
+        loss = DPO() if loss == "DPO" else NextToken()
     elif loss is not None and type(loss) not in (NextToken, DPO):
         raise ArgumentError(f"loss must be NextToken or DPO of ortops.losses, got {loss!r:.80}")
     if files is not None and files.has_encoder:  # whose labels belong to the decoder's inputs
         if isinstance(loss, DPO):
             raise ArgumentError("loss must be NextToken for a model with an encoder, got DPO")
         chosen: Loss = SoftmaxCrossEntropy(folder.logits, axis=-1, ignore_index=IGNORED)
-        return build_light(model, loss=chosen, optimizer=_optimizer(learning_rate))
+        return build_light(model, loss=chosen, **settings)
     loss = loss or NextToken()
     if loss.ignore_index != IGNORED or loss.target not in (None, "labels"):
         raise ArgumentError(
@@ -630,14 +674,33 @@ def _trainable(
             f"{loss!r:.200}"
         )
     named = replace(loss, output=loss.output or folder.logits)
-    result = build_light(model, loss=named, optimizer=_optimizer(learning_rate))
+    result = build_light(model, loss=named, **settings)
     write_metadata(result.proto, _LOSS, json.dumps({"loss": loss.name}))
     return result
 
 
-def _optimizer(learning_rate: float | Schedule) -> Adam:
-    """Returns PyTorch's Adam."""
-    return Adam(learning_rate, beta=0.999, epsilon_after_correction=True)
+def optimizer_of(given: Mapping[str, Any]) -> Optimizer:
+    """Returns the optimizer of arguments of `FineTuning`."""
+    wanted, decay = given.get("optimizer"), given.get("weight_decay")
+    rate = given.get("learning_rate", RATE)
+    if wanted is None:
+        wanted = "Adam" if decay is None else "AdamW"
+    made = resolve(wanted)
+    own: dict[str, Any] = {"learning_rate": None if rate is RATE else rate, "weight_decay": decay}
+    own = {name: value for name, value in own.items() if value is not None}
+    if not isinstance(wanted, str):
+        for name, value in own.items():
+            raise ArgumentError(
+                f"{name} must be left out, as the optimizer has its own, got {value!r:.80}; use "
+                f"optimizer={made.name}({name}=…)"
+            )
+        return made
+    known = {each.name for each in fields(made)}
+    if "weight_decay" in own and "weight_decay" not in known:
+        raise ArgumentError(f"weight_decay: optimizer {made.name} has none; use optimizer='AdamW'")
+    if made.peak != 1:  # Prodigy and Adadelta find the size of a step by themselves
+        own = {"learning_rate": rate, **own}
+    return replace(made, **own, **dict.fromkeys(known & {"epsilon_after_correction"}, True))
 
 
 def _loss_name(model: LightModel) -> str:

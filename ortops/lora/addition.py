@@ -82,7 +82,9 @@ def add(
         targets: The layers to adapt: names or patterns of weights, or of the layers and scopes of
             the nodes that read them, like ``trainable=`` of `ortops.build_training_model`, or the
             ends of names of layers, as in PEFT. Parts of a fused layer are named as in
-            transformers: ``["q_proj", "v_proj"]`` adapts these columns of qkv_proj. By default
+            transformers: ``["q_proj", "v_proj"]`` adapts these columns of qkv_proj. Patterns that
+            begin with ``!`` exclude: ``["all-linear", "!layers.0.*"]``; if there are no others,
+            they exclude from ``*``, which is every layer, embeddings included. By default
             every weight that is the second operand of MatMul, Gemm, Conv or MatMulNBits. Embeddings
             (Gather) are adapted only if they are named. As in PEFT, ``"all-linear"`` is every
             linear layer except the output layer: ``lm_head``, or whichever layer computes the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortops._common.notes import say_note
 from ortops.engine.building.parameters import why_not
-from ortops.engine.building.scopes import ScopeNames, matches, names_in, scopes_of
+from ortops.engine.building.scopes import ScopeNames, matches, names_in, scopes_of, split
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph.edit import all_nodes, describe
 from ortops.graph.files.messages import MICROSOFT
@@ -195,7 +195,7 @@ def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]
         work: The model.
         patterns: Names or patterns of weights, layers, or scopes of nodes; ``"all-linear"`` for
             every linear layer except the output layer; None for every MatMul, Gemm, Conv and
-            MatMulNBits whose matrix is a weight.
+            MatMulNBits whose matrix is a weight. Patterns that begin with ``!`` exclude.
 
     Raises:
         ArgumentError: If the patterns are not strings.
@@ -204,62 +204,90 @@ def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]
     """
     everything = targets(work)
     if patterns is None:
-        default = [t for t in everything if t.is_default and not t.refused]
-        reasons = [t.refused for t in everything if t.refused]
-        if default:
-            _log_refused(reasons)
-            return default
-        if reasons:
-            raise UnsupportedError(f"{reasons[0]}; no other node of the model can have an adapter")
-        inside = "; inline the model's functions with onnx.inliner and try again" * bool(
-            work.functions
-        )
-        raise ModelError(
-            "model: an adapter needs a MatMul, Gemm, Conv or MatMulNBits node whose second operand "
-            f"is a weight, and the model has none{inside}"
-        )
+        return _by_default(work, everything)
     if not isinstance(patterns, Iterable):
         raise ArgumentError(f"targets must be names or patterns, got {patterns!r:.80}")
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     if not patterns:
         raise ArgumentError("targets must name at least one weight or layer, got an empty list")
-    pieces = {target: parts(target) for target in everything}
-    result: dict[Target, None] = {}
-    left: dict[str, None] = {}
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise ArgumentError(f"targets must be names or patterns, got {pattern!r:.80}")
-        if pattern == _ALL_LINEAR:
-            meant = _all_linear(work, everything)
-        else:
-            meant = _meant(everything, pieces, pattern)
-        if not meant:
-            raise _without_match(pattern, [t for each in pieces for t in (each, *pieces[each])])
-        taken = [target for target in meant if not target.refused]
+    pieces = {target: parts(target) for target in everything}
+    layers = [each for target in everything for each in (target, *pieces[target])]
+    known = dict.fromkeys(n for t in layers for n in (t.module, t.weight.name or ""))
+    included, excluded = split("targets", patterns, known)
+    out: set[Target] = set()
+    for pattern in excluded:
+        for target in _found(work, everything, pieces, pattern, known, "!"):
+            out.update((target, *pieces.get(target, ())))
+    result: dict[Target, None] = {}
+    left: dict[str, None] = {}
+    for pattern in included:
+        meant = _found(work, everything, pieces, pattern, known)
+        kept = [each for target in meant for each in _without(out, target, pieces)]
+        taken = [target for target in kept if not target.refused]
+        if not kept:
+            raise ModelError(
+                f"targets: nothing of '{pattern}' is left to adapt, because of "
+                f"{', '.join(f'!{each}' for each in excluded)}; leave one of them out"
+            )
         if not taken:
-            raise UnsupportedError(f"{meant[0].refused}; remove '{pattern}' from targets")
+            raise UnsupportedError(f"{kept[0].refused}; remove '{pattern}' from targets")
         result.update(dict.fromkeys(taken))
-        left.update(dict.fromkeys(target.refused for target in meant if target.refused))
+        left.update(dict.fromkeys(target.refused for target in kept if target.refused))
     _log_refused(list(left))
-    keys = {target.key for target in result}  # all calls of a layer, where one has the name
-    return [
-        each
-        for target in everything
-        for each in (target, *pieces[target])
-        if each in result or (each.first is not None and each.key in keys)
-    ]
+    # All calls of a layer, where a pattern has the scope of one of them.
+    calls = {target.key for target in result} - {target.key for target in out}
+    return [t for t in layers if (t.key in calls if t.first is not None else t in result)]
 
 
-def _without_match(pattern: str, layers: Sequence[Target]) -> ModelError:
+def _by_default(work: ir.Model, everything: Sequence[Target]) -> list[Target]:
+    """Returns the nodes that get an adapter if no targets are given."""
+    default = [t for t in everything if t.is_default and not t.refused]
+    reasons = [t.refused for t in everything if t.refused]
+    if default:
+        _log_refused(reasons)
+        return default
+    if reasons:
+        raise UnsupportedError(f"{reasons[0]}; no other node of the model can have an adapter")
+    inside = "; inline the model's functions with onnx.inliner and try again" * bool(work.functions)
+    raise ModelError(
+        "model: an adapter needs a MatMul, Gemm, Conv or MatMulNBits node whose second operand "
+        f"is a weight, and the model has none{inside}"
+    )
+
+
+def _without(
+    out: Set[Target], target: Target, pieces: Mapping[Target, Sequence[Target]]
+) -> list[Target]:
+    """Returns a layer, or the parts of a fused layer that are left, without what is excluded."""
+    if target in out or out.isdisjoint(pieces.get(target, ())):
+        return [target] if target not in out else []
+    return [part for part in pieces[target] if part not in out]
+
+
+def _found(
+    work: ir.Model,
+    everything: Sequence[Target],
+    pieces: Mapping[Target, Sequence[Target]],
+    pattern: str,
+    known: Collection[str],
+    sign: str = "",
+) -> list[Target]:
+    """Returns the layers that a pattern matches, at least one."""
     if pattern == _ALL_LINEAR:
-        return ModelError(
-            "targets: 'all-linear' matches no layer: it is every linear layer except the "
+        if meant := _all_linear(work, everything):
+            return meant
+        raise ModelError(
+            f"targets: '{sign}all-linear' matches no layer: it is every linear layer except the "
             "output layer; name the layers to adapt"
         )
-    known = [name for t in layers for name in (t.module, t.weight.name or "")]
-    return ModelError(
-        f"targets: '{pattern}' matches no weight of a MatMul, Gemm, Conv, Gather or "
-        f"MatMulNBits node; {did_you_mean(pattern, dict.fromkeys(known))}"
+    if meant := _meant(everything, pieces, pattern):
+        return meant
+    raise ModelError(
+        f"targets: '{sign}{pattern}' matches no weight of a MatMul, Gemm, Conv, Gather or "
+        f"MatMulNBits node; {did_you_mean(pattern, known)}"
     )
 
 

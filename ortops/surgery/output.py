@@ -1,15 +1,20 @@
-"""Makes a tensor an output of a model."""
+"""Makes tensors outputs of a model, beside those that it has or in their place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass
 
-from ortops.errors import ModelError, UnsupportedError, did_you_mean
-from ortops.graph.edit import all_nodes, describe, inner_graphs, values_of
-from ortops.graph.files import loading
+from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
+from ortops.graph import convert
+from ortops.graph.adapters import METADATA_KEY, adapter_of
+from ortops.graph.edit import all_nodes, describe, inner_graphs, prune, values_of
+from ortops.graph.files import external, loading
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.folders import remember
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import algorithm_names
@@ -76,6 +81,48 @@ def name_output(model: ModelLike, tensor: str, *, name: str | None = None) -> on
     for info in proto.training_info:  # one by one, as `extend` fails for messages of 2 GB
         result.training_info.add().CopyFrom(info)
     return result
+
+
+def keep_outputs(light: LightModel, outputs: str | Sequence[str]) -> LightModel:
+    """Returns a model with some tensors as its only outputs, without what these do not need.
+
+    Of an adapter, only the layers that are left are described.
+
+    Args:
+        light: The model; not changed, but its data are those of the result.
+        outputs: The names of the tensors, outputs or not.
+
+    Raises:
+        ArgumentError: If it names nothing.
+        ModelError: If there is no such tensor.
+        UnsupportedError: If a tensor is inside a subgraph or a function, or its type is not known.
+    """
+    names = [outputs] if isinstance(outputs, str) else outputs
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ArgumentError(
+            f"outputs must be the name of a tensor or a list of names, got {outputs!r:.80}"
+        )
+    work = convert.to_ir(light)
+    graph, metadata = work.graph, work.metadata_props
+    values = {each.name or "": each for each in graph.outputs} | values_of(graph)
+    known = values if {*names} <= {v.name for v in graph.outputs} else inferred(light.proto, None)
+    kept = [values[name] for name in dict.fromkeys(names) if name in values]
+    for name in names:
+        if name not in values:
+            raise _missing(work, name, values)
+        if known[name].type is None:
+            raise UnsupportedError(f"outputs: the type of tensor '{name}' is not known")
+        values[name].type, values[name].shape = known[name].type, known[name].shape
+    graph.outputs[:] = kept
+    prune(graph)
+    work = RemoveUnusedFunctionsPass()(work).model  # type: ignore[no-untyped-call]
+    if adapter := adapter_of(light.proto.metadata_props):
+        modules = {n: m for n, m in adapter.modules.items() if m.a in graph.initializers}
+        metadata[METADATA_KEY] = replace(adapter, modules=modules).dumps()
+        if not modules:
+            del metadata[METADATA_KEY]
+    moved = external.move_aside(work)
+    return LightModel(moved.proto, light.data | moved.data)
 
 
 def _missing(work: ir.Model, tensor: str, values: Iterable[str]) -> ModelError | UnsupportedError:

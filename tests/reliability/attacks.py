@@ -154,10 +154,14 @@ VICTIMS = {
     "compiled chunks": Victim(
         kernels="compiled", settings=Settings(joined=-1, chunk=16, threads=2)
     ),
-    "compiled later": Victim(kernels="auto", settings=Settings(compiled_after=(7, 0.0), saved=1.0)),
+    "compiled later": Victim(
+        kernels="auto", settings=Settings(compiled_after=(7, 0.0), compiled_share=-1.0)
+    ),
     "chunks compiled later": Victim(
         kernels="auto",
-        settings=Settings(joined=-1, chunk=16, threads=2, compiled_after=(7, 0.0), saved=1.0),
+        settings=Settings(
+            joined=-1, chunk=16, threads=2, compiled_after=(7, 0.0), compiled_share=-1.0
+        ),
     ),
 }
 """The kinds of sessions: one for each way in which steps are executed."""

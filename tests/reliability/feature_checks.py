@@ -235,7 +235,7 @@ def open_session(
         chosen = draw.recompute
         settings[RECOMPUTE] = [*chosen] if isinstance(chosen, tuple) else chosen
     if draw.kernels == "auto":  # compiled in the middle of training
-        settings["settings"] = Settings(compiled_after=(2, 0.0), saved=1.0)
+        settings["settings"] = Settings(compiled_after=(2, 0.0), compiled_share=-1.0)
     if draw.in_backward:  # also of models and weights that are too small for it to pay
         settings |= {
             "optimizer_in_backward": in_backward,
@@ -311,6 +311,8 @@ def train(draw: Draw, model: Any, data: Arrays, held_out: Arrays, folder: Path) 
     stops = [] if not draw.end else [draw.stop, draw.stop + 1][: 1 + draw.twice]
     interrupting = Interrupting(draw.end, stops, folder / "saved.onnx")
     session = open_session(draw, model)
+    if draw.properties:
+        session.properties["rate"] = 0.93
     chosen = callbacks_of(draw, work)
     data, weights = models.without_weights(draw, data)
     for attempt in itertools.count():
@@ -357,6 +359,7 @@ def resumed(draw: Draw, session: TrainingSession, path: Path) -> TrainingSession
     }[draw.goes_on]()
     found = open_session(draw, given)
     same_bits(dict(found.state), dict(session.state), "state of a saved session")
+    assert dict(found.properties) == dict(session.properties), "properties of a saved session"
     assert found.history == session.history, "history of a saved session: it differs"
     return found
 
@@ -646,6 +649,9 @@ def check_files(run: Run, expected: Expected) -> None:
     assert there == sorted(files), f"files: {there} != {sorted(files)}"
     for name, state in files.items():
         if state is not None:
+            noted = {each.key: each.value for each in onnx.load(folder / name).metadata_props}
+            wanted = '{"rate": 0.93}' if draw.properties else None
+            assert noted.get("ortops.properties") == wanted, f"properties of {name}"
             arrays = state_of(folder / name)
             same_bits({n: arrays[n] for n in state}, state, f"file {Path(name).suffix}")
 

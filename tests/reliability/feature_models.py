@@ -370,7 +370,7 @@ def build(draw: Draw, source: Any) -> onnx.ModelProto:
         source,
         loss=loss_of(draw),
         optimizer=optimizer_of(draw),
-        trainable=["head*"] if draw.trainable == "some" else None,
+        trainable={"all": None, "some": ["head*"], "not some": ["!head?b*"]}[draw.trainable],
         groups={"head*": {"learning_rate": 0.05}} if draw.groups else None,
         ema_decay=0.9 if draw.ema else None,
         batch_normalization=draw.batch_normalization,  # type: ignore[arg-type]

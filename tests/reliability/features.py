@@ -90,7 +90,8 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "clip": ("", "norm", "value", "both"),
     "ema": (False, True),
     "groups": (False, True),
-    "trainable": ("all", "some"),
+    "trainable": ("all", "some", "not some"),
+    "properties": (False, True),
     "batch_normalization": ("auto", "train", "frozen"),
     "kernels": ("onnx", "python", *_installed("llvmlite", "compiled", "auto")),
     "recompute": (None, "sqrt", 1, ("hidden",)),
@@ -139,6 +140,7 @@ class _Values:
         ema: Whether averages of the parameters are kept.
         groups: Whether some parameters have settings of their own.
         trainable: Which parameters are trained.
+        properties: Whether the session has properties, set before and after an interruption.
         batch_normalization: Which BatchNormalization layers use statistics of the batch.
         kernels: What computes updates.
         recompute: What is recomputed in the backward pass.
@@ -253,7 +255,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "two entries do not train the same weights",
-        lambda entries, trainable: entries and trainable == "all",
+        lambda entries, trainable: entries and trainable != "some",
     ),
     Rule(
         "the weights of an adapter are those of one entry",

@@ -9,6 +9,7 @@ from itertools import product
 
 import numpy as np
 import onnx
+import pytest
 from attacks import SOAK
 from onnx import helper, numpy_helper
 from violations import all_violations
@@ -75,6 +76,7 @@ def gradients(
     return dx.reshape(x.shape), dw.reshape(w.shape)
 
 
+@pytest.mark.slow
 def test_groups() -> None:
     rng = np.random.default_rng(0)
     with all_violations() as check:

@@ -135,14 +135,16 @@ def build_training_model(
         optimizer: An optimizer of `ortops.optimizers`, its name, or an update rule.
         trainable: The parameters to train: names of initializers, patterns of names such as
             ``"head.*"``, or (patterns of) the scopes of the nodes that read them, such as
-            ``"encoder.layer.5.*"``. The default is every weight that the loss depends on. Whether
+            ``"encoder.layer.5.*"``. Patterns that begin with ``!`` exclude, in any order:
+            ``["*", "!eye", "!*.bias"]``; if there are no others, they exclude from ``*``, which is
+            all weights. The default is every weight that the loss depends on. Whether
             an initializer is a weight is decided by the operators that read it and by its values:
             running statistics, sizes, limits, masks, tables of sines and other constants are not
             (a warning is logged if one may be a weight, and `ortops check` lists the reasons). An
-            initializer given by its exact name is always trained. Weights in Constant
-            nodes, branches, loop bodies and functions count as well; they become initializers of
-            the graph, and a warning is logged. If the model has an adapter (`ortops.lora`), the
-            default is to train only the adapter.
+            initializer given by its exact name is trained unless it is excluded. Weights in
+            Constant nodes, branches, loop bodies and functions count as well; they become
+            initializers of the graph, and a warning is logged. If the model has an adapter
+            (`ortops.lora`), the default is to train only the adapter.
         inputs: Additional inputs that the loss reads: a dtype and dimensions for each name, such as
             ``{"mask": (np.float32, ["batch", "time"])}``.
         batch_normalization: Which BatchNormalization layers normalize by batch statistics and
@@ -159,7 +161,8 @@ def build_training_model(
             bits. Skipped steps do not change it.
         groups: Optimizer settings for some of the parameters, by names and patterns as in
             ``trainable``: ``{"*.bias": {"weight_decay": 0.0}, "head.*": {"learning_rate": 1e-2}}``.
-            If several patterns match a parameter, their settings are combined, and later ones take
+            A key such as ``"!*.bias"`` means all others. If several patterns match a parameter,
+            their settings are combined, and later ones take
             precedence. A learning rate is stored as a ratio to the optimizer's, so a schedule or an
             assignment to ``session.learning_rate`` changes both. The settings are the arguments of
             the optimizer's constructor; for a custom update rule, its keyword arguments and

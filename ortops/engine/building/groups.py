@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortops._common.arguments import number
 from ortops._common.numbers import real
-from ortops.engine.building.scopes import ScopeNames, matches
+from ortops.engine.building.scopes import ScopeNames, matches, split
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.optimizers import Custom, Optimizer
 
@@ -30,7 +30,7 @@ def optimizers_of(
     """Returns the optimizer of each parameter that is in a group, by name.
 
     If several patterns match a parameter, their settings are combined, and later ones take
-    precedence.
+    precedence. A key that begins with ``!`` means all other parameters.
 
     Args:
         optimizer: The optimizer of all other parameters.
@@ -51,19 +51,26 @@ def optimizers_of(
         )
     names = [value.name or "" for value in parameters]
     settings: dict[str, dict[str, Any]] = {}
-    for pattern, given in groups.items():
-        _check(optimizer, pattern, given)
-        matched = [n for n in names if matches(pattern, n, scopes.get(n, ScopeNames()))]
-        if pattern in names:
-            matched = [pattern]
-        if not matched:
+    for key, given in groups.items():
+        _check(optimizer, key, given)
+        (pattern,), excluded = split("groups", [key], names)
+        out = {name for each in excluded for name in _matched(each, names, scopes)}
+        matched = [name for name in _matched(pattern, names, scopes) if name not in out]
+        if not matched or (excluded and not out):
+            what = f"excludes {'all' if out else 'none'} of the parameters that are"
             raise ModelError(
-                f"groups: '{pattern}' matches no parameter that is trained; "
-                + did_you_mean(pattern, names)
+                f"groups: '{key}' {what if excluded else 'matches no parameter that is'} trained; "
+                + did_you_mean(key[len(excluded) :], names)
             )
         for name in matched:
             settings[name] = {**settings.get(name, {}), **given}
     return {name: _with(optimizer, own) for name, own in settings.items()}
+
+
+def _matched(pattern: str, names: Sequence[str], scopes: Mapping[str, ScopeNames]) -> list[str]:
+    if pattern in names:
+        return [pattern]
+    return [n for n in names if matches(pattern, n, scopes.get(n, ScopeNames()))]
 
 
 def ratio(optimizer: Optimizer, base: Optimizer) -> float:

@@ -24,7 +24,7 @@ from ortops.engine.building.readers import (
     formal_name,
     readers,
 )
-from ortops.engine.building.scopes import ScopeNames, matches, nearest, scopes_of
+from ortops.engine.building.scopes import ScopeNames, matches, nearest, scopes_of, split
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import describe
@@ -111,9 +111,9 @@ def choose(
 
     Args:
         weights: The initializers by name.
-        trainable: Names, or patterns of names or of the scopes of the nodes that read them. The
-            default is all weights (see `why_not`). An initializer given by its exact name is always
-            trained.
+        trainable: Names, or patterns of names or of the scopes of the nodes that read them; those
+            that begin with ``!`` exclude. The default is all weights (see `why_not`). An
+            initializer given by its exact name is always trained, unless it is excluded.
         scopes: The scopes of the nodes that read each initializer (see `read_scopes`).
         unnamed: The reason why initializers that are not named are not trained.
         constants: Those that the model has as Constant nodes.
@@ -123,7 +123,8 @@ def choose(
     """
     floats = {name: value for name, value in weights.items() if _is_float(value)}
     # If all names are exact, as those of an adapter are, the values of gigabytes need not be read.
-    reads = trainable is None or not all(pattern in floats for pattern in trainable)
+    included, excluded = split("trainable", trainable or (), floats)
+    reads = trainable is None or not all(pattern in floats for pattern in included)
     reasons, unexpected = dict[str, str](), set[str]()
     for name, value in floats.items():
         if reason := why_not(value, reads=reads):
@@ -137,19 +138,53 @@ def choose(
         said = _untied(default) + _merged(default)
         return Choice(floats, default, reasons, {}, said, unexpected, constants)
     choice = Choice(floats, {}, constants=constants)
-    for pattern in trainable:
-        names = [pattern] if pattern in floats else _matched(pattern, default, scopes)
-        if not names:
+    out = _excluded(excluded, weights, scopes)
+    for pattern in included:
+        found = [pattern] if pattern in floats else _matched(pattern, default, scopes)
+        if not found:
             raise ModelError(f"trainable: {_why_no_match(pattern, weights, reasons, scopes)}")
+        names = [name for name in found if name not in out]
+        if not names:
+            raise ModelError(
+                f"trainable: nothing of '{pattern}' is left to train, because "
+                f"{listed_with_reasons({name: out[name] for name in found})}; leave one of them out"
+            )
         choice.patterns[pattern] = names
         choice.trained.update((name, floats[name]) for name in names)
-        choice.unexpected.update(_matched(pattern, unexpected, scopes))
+        choice.unexpected.update(_matched(pattern, unexpected - out.keys(), scopes))
+        if pattern not in found:
+            choice.said += _elsewhere(f"'{pattern}' includes", pattern, names, scopes)
+    for pattern in excluded:
+        lost = [name for name in _matched(pattern, default, scopes) if name in out]
+        if pattern not in weights:
+            choice.said += _elsewhere(f"'!{pattern}' excludes", pattern, lost, scopes)
     for pattern, names in choice.patterns.items():
         if pattern not in names:
-            choice.said += _partial_matches(pattern, names, default, choice.trained, scopes)
+            whole = {**choice.trained, **out}
+            choice.said += _partial_matches(pattern, names, default, whole, scopes)
     choice.said += _untied(choice.trained) + _merged(choice.trained)
-    choice.reasons = {n: reasons.get(n, unnamed) for n in floats if n not in choice.trained}
+    choice.reasons = {
+        n: out.get(n) or reasons.get(n, unnamed) for n in floats if n not in choice.trained
+    }
     return choice
+
+
+def _excluded(
+    patterns: Iterable[str], weights: Mapping[str, ir.Value], scopes: Mapping[str, ScopeNames]
+) -> dict[str, str]:
+    """Returns the initializers that some patterns match, with the reason not to train them."""
+    out: dict[str, str] = {}
+    for pattern in patterns:
+        found = [pattern] if pattern in weights else _matched(pattern, weights, scopes)
+        if not found:
+            hint = nearest(pattern, list(weights), scopes) or did_you_mean(pattern, weights)
+            raise ModelError(
+                f"trainable: '!{pattern}' excludes nothing, because the model has no initializer "
+                f"'{pattern}'; {hint}"
+            )
+        for name in found:
+            out.setdefault(name, f"is excluded by '!{pattern}'")
+    return out
 
 
 def _is_float(value: ir.Value) -> bool:
@@ -186,6 +221,26 @@ def _why_no_match(
     return f"the model has no trainable initializer '{pattern}'; {hint}"
 
 
+def _elsewhere(
+    what: str, pattern: str, names: Iterable[str], scopes: Mapping[str, ScopeNames]
+) -> list[str]:
+    """Returns messages about weights that nodes outside the scopes of a pattern read, too."""
+    return [
+        (
+            f"trainable: {what} '{name}', which is also read by nodes elsewhere "
+            f"({len(others)}, such as '{others[0]}')"
+        )
+        for name in names
+        if (others := _others(pattern, name, scopes))
+    ]
+
+
+def _others(pattern: str, name: str, scopes: Mapping[str, ScopeNames]) -> list[str]:
+    """Returns the scopes outside a pattern that read a weight whose name it does not match."""
+    by_name = fnmatch.fnmatchcase(name, pattern)
+    return [] if by_name else scopes.get(name, ScopeNames()).elsewhere(pattern)
+
+
 def _partial_matches(
     pattern: str,
     names: Sequence[str],
@@ -193,25 +248,15 @@ def _partial_matches(
     trained: Collection[str],
     scopes: Mapping[str, ScopeNames],
 ) -> list[str]:
-    """Returns messages about shared weights and about layers that a pattern matches in part."""
-    said, own = [], []
-    for name in names:
-        elsewhere = scopes.get(name, ScopeNames()).elsewhere(pattern)
-        if fnmatch.fnmatchcase(name, pattern) or not elsewhere:
-            own.append(name)
-            continue
-        said.append(
-            f"trainable: '{pattern}' includes '{name}', which is also read by nodes elsewhere "
-            f"({len(elsewhere)}, such as '{elsewhere[0]}')"
-        )
-    if left := _left_out(own, default, trained):
-        shown = ", ".join(f"'{name}'" for name in left[:5])
-        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-        said.append(
-            f"trainable: '{pattern}' includes {len(names)} weights, but not other weights of the "
-            f"same layers: {shown}{more}"
-        )
-    return said
+    """Returns a message about layers that a pattern matches in part, if there are any."""
+    own = [name for name in names if not _others(pattern, name, scopes)]
+    left = _left_out(own, default, trained)
+    if not left:
+        return []
+    shown = ", ".join(f"'{name}'" for name in left[:5])
+    more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+    message = f"trainable: '{pattern}' includes {len(names)} weights, but not other weights of the "
+    return [f"{message}same layers: {shown}{more}"]
 
 
 def quantized(values: Iterable[ir.Value]) -> dict[str, str]:

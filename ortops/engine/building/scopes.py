@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import difflib
 import fnmatch
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
+
+from ortops.errors import ModelError
 
 _NAMES_OF_SCOPES = ("pkg.torch.onnx.name_scopes", "namespace")
 
@@ -62,6 +64,42 @@ def names_in(text: str) -> list[str]:
 def matches(pattern: str, name: str, scopes: ScopeNames) -> bool:
     """Whether a pattern matches an initializer, by its name or the scopes of its readers."""
     return fnmatch.fnmatchcase(name, pattern) or scopes.fit(pattern)
+
+
+def split(
+    where: str, patterns: Iterable[str], names: Container[str]
+) -> tuple[list[str], list[str]]:
+    """Returns the patterns that include, ``*`` if there are none, and what others exclude.
+
+    Args:
+        where: The name of the argument in messages.
+        patterns: Names or patterns, in any order. One that begins with ``!`` excludes what the rest
+            of it matches, unless it is a name.
+        names: The names that there are.
+
+    Raises:
+        ModelError: If it is unclear whether a pattern is a name.
+
+    Example:
+        >>> split("trainable", ["!*.bias", "fc.*", "!eye"], ["fc.weight", "fc.bias", "eye"])
+        (['fc.*'], ['*.bias', 'eye'])
+        >>> split("trainable", ["!*.bias"], ["fc.weight", "fc.bias"])
+        (['*'], ['*.bias'])
+    """
+    included, excluded = list[str](), list[str]()
+    for pattern in patterns:
+        if not pattern.startswith("!"):
+            included.append(pattern)
+        elif pattern not in names:
+            excluded.append(pattern[1:])
+        elif pattern[1:] in names:
+            raise ModelError(
+                f"{where}: '{pattern}' is a name, and would exclude the name '{pattern[1:]}'; "
+                f"write '?{pattern[1:]}' for the one, or '!{pattern[1:-1]}?' to exclude the other"
+            )
+        else:
+            included.append(pattern)
+    return included or ["*"], excluded
 
 
 def nearest(pattern: str, names: Sequence[str], scopes: Mapping[str, ScopeNames]) -> str:

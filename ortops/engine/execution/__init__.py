@@ -19,6 +19,7 @@ How variables are updated:
 - `SessionUpdate`: an update in a session, which runs everywhere and with Python kernels.
 - `CompiledUpdate`: an update in LLVM code, which takes half the time; `Translation`: its formula as
   intermediate code; `Call`: its machine code with its arguments.
+- `Trial`: times both on a chunk, so that the faster is kept.
 
 Other updates are nodes of a graph (`ortops.engine.execution.updates_in_graph`): of the gradient
 graph in small models, which saves a run, and in the backward pass, which saves the memory of

@@ -37,14 +37,12 @@ from ortops.engine.execution.settings import SessionReport, Settings
 from ortops.engine.execution.split_step import Differentiated
 from ortops.engine.execution.step import Step
 from ortops.engine.execution.template import Template
+from ortops.engine.execution.trial import choose
 from ortops.engine.execution.variables import Variables
 from ortops.engine.execution.variant import Binding
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.graph.autodiff.registry import Rules
 from ortops.graph.passes.rematerialization import Checkpoint, check, computed_names
-
-_COMPILED_CALL = 2e-5  # seconds: a call of an update that is not part of the gradient graph
-_COMPILED_SHARE = 0.03  # of a step, from which on making its graph anew is worthwhile
 
 logger = logging.getLogger("ortops")
 
@@ -215,6 +213,7 @@ class Execution:
         device = self._sessions.device
         return SessionReport(
             kernels="compiled" if compiled else self._sessions.kernels,
+            choice=self._shared.choice,
             compiled=compiled,
             packed=tuple(packed for part in parts for packed in part.template.report()),
             in_place=tuple(name for name, is_one in in_place.items() if is_one),
@@ -250,23 +249,31 @@ class Execution:
             self.variables.change(self._compile_updates)
 
     def _compile_updates(self) -> None:
+        shared, sessions = self._shared, self._sessions
         if not has_compiler():
-            logger.debug("kernels: updates are not compiled, because llvmlite is not installed")
+            shared.choice = "llvmlite is not installed"
+            logger.debug("kernels: updates are not compiled, because %s", shared.choice)
             return
-        saved = self._sessions.settings.saved
-        least = _COMPILED_CALL + _COMPILED_SHARE * self._shared.seconds / max(1, self._shared.steps)
+        found = [part.template.compilable() for part in self._parts]
+        if not any(found):
+            shared.choice = "none can be compiled"
+            return
+        step = max(1e-6, shared.seconds) / max(1, shared.steps)
         try:
+            faster, shared.choice = choose(found, step, sessions)
             for turn, part in zip(self.variables.position[0], self._parts, strict=True):
-                size = sum(p.group.size for p in part.template.packed if p.joined)
-                if size and saved * size < least:  # it would not be faster
-                    continue
-                if part.template.compile_updates(turn):
+                template = part.template
+                only = {packed: each for packed, each in found.pop(0).items() if packed in faster}
+                if only and template.compile_updates(turn, only=only):
                     self._take_packed()
                     part.forget()
         except Exception as error:  # exceptions of llvmlite, and its library's
             _warn_not_compiled(f"{error}")
         if self.compiled:
-            self._log_compiled(logging.INFO, f" from now on, after {self._shared.steps} steps")
+            when = f" from now on, after {shared.steps} steps, because {shared.choice}"
+            self._log_compiled(logging.INFO, when)
+        elif shared.choice:
+            logger.info("kernels: updates are not compiled, because %s", shared.choice)
 
     @property
     def steps_made(self) -> int:
@@ -329,14 +336,18 @@ class Execution:
         self,
         feeds: Mapping[str, Array],
         wanted: Sequence[str] | None,
-        note: Callable[[Mapping[str, Array]], object] | None = None,
-    ) -> dict[str, Array]:
+        note: Callable[[Mapping[str, Any]], object] | None = None,
+        *,
+        stay: bool = False,
+    ) -> dict[str, Any]:
         """Makes one step.
 
         Args:
             feeds: The batch, checked.
             wanted: The outputs to return, possibly with varying counts; all outputs by default.
             note: A function to call with the outputs before the variables change.
+            stay: Whether outputs that are computed on a device are returned in its memory, which
+                `fetch` reads when they are needed, so that the step does not wait for them.
 
         Raises:
             KernelError: If a run failed. No variable has changed, unless an update in place failed.
@@ -352,7 +363,7 @@ class Execution:
         shapes = _shapes(feeds)
         bindings = {number: self._parts[number].whole(shapes) for number in self._chosen}
         if not self._in_backward:
-            return self._run(bindings, feeds, wanted, note)
+            return self._run(bindings, feeds, wanted, note, stay=stay)
         shown: dict[str, Array] = {}  # the run itself changes variables
         self.variables.change(lambda: shown.update(self._run(bindings, feeds, wanted, note)))
         return shown
@@ -368,19 +379,21 @@ class Execution:
         bindings: Mapping[int, Binding],
         feeds: Mapping[str, Memory],
         wanted: Sequence[str],
-        note: Callable[[Mapping[str, Array]], object] | None = None,
-    ) -> dict[str, Array]:
+        note: Callable[[Mapping[str, Any]], object] | None = None,
+        *,
+        stay: bool = False,
+    ) -> dict[str, Any]:
         """Runs the parts of a step; returns the outputs."""
         begin = time.perf_counter()
         turns, made = self.variables.position
         new_turns = list(turns)
-        shown: dict[str, Array] = {}
+        shown: dict[str, Any] = {}
         last = list(bindings)[-1]
         for number, part in bindings.items():
             given = {**feeds, **self._parts[number].foreign_values(new_turns)}
             labels = self._labels[number]
             own = [name for name in part.shown if labels.get(name, name) in wanted]
-            found = part.differentiate(given, own)
+            found = part.differentiate(given, own, stay=stay)
             shown |= {labels.get(name, name): array for name, array in found.items()}
             new_turns[number] = 1 - turns[number]
             if number != last:
@@ -406,6 +419,11 @@ class Execution:
             finish()
         else:
             self.variables.change(finish)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether variables have the memory of a device."""
+        return self._sessions.device is not None
 
     def computes(self, name: str) -> bool:
         """Whether a step computes a tensor, so that `show` can make it an output."""
@@ -548,11 +566,13 @@ class _Shared:
 
     Attributes:
         compiles_later: Whether updates may be compiled after some steps, and are not yet.
+        choice: Why updates were compiled or were not.
         steps: The number of steps in this process, each made in a run of its own.
         seconds: How long they have taken.
     """
 
     compiles_later: bool
+    choice: str = ""
     steps: int = 0
     seconds: float = 0.0
 

@@ -12,7 +12,8 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortops._common.arguments import choice
-from ortops.engine.execution.memory import DeviceArray, Memory, device_of, ort_value
+from ortops._common.cores import session_threads
+from ortops.engine.execution.memory import Device, DeviceArray, Memory, device_of, ort_value
 from ortops.engine.execution.placement import RECORDS, name_nodes
 from ortops.engine.execution.providers import CPU, CUDA, WEBGPU, Provider
 from ortops.engine.execution.settings import Settings
@@ -134,6 +135,7 @@ class Sessions:
         elif options is None:
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 3  # warnings about a graph of ortops help nobody
+            options.intra_op_num_threads = session_threads()
             if self._save_memory:  # memory reserved for a much later node is never returned
                 options.enable_mem_reuse = False
             options.enable_mem_pattern = (
@@ -209,6 +211,14 @@ def inputs_elsewhere(
         for name, memory in memories.items()
         if not known or (name in here) != (not isinstance(memory, DeviceArray) or memory.is_here)
     ]
+
+
+def outputs_on(device: Device, session: onnxruntime.InferenceSession) -> set[str]:
+    """Returns the outputs that a session computes in the memory of a device, as far as is known."""
+    if not hasattr(session, "get_output_memory_infos"):  # before onnxruntime 1.23
+        return set()
+    pairs = zip(session.get_outputs(), session.get_output_memory_infos(), strict=True)
+    return {value.name for value, info in pairs if info.name != "Cpu" or device.kind == "cpu"}
 
 
 def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.SessionOptions:

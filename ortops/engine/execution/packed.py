@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,6 +143,23 @@ class Packed:
             if index not in self.given and index not in self.arrays:
                 gradients = self._array(role.dtype)
                 result.arrays[index] = gradients, gradients
+        return result
+
+    def sample(self, overwritten: Collection[int]) -> Packed:
+        """Returns the same update of one chunk of ones, with memory of its own, to be timed.
+
+        Args:
+            overwritten: The indices of the roles whose next values overwrite the current values.
+        """
+        result = copy.copy(self)
+        result.rows, result.shape = 1, self.chunk
+        result.given, result.passed, result.joined = [], [], False
+        result.arrays, result.variables = {}, {}
+        for index, role in enumerate(self.group.roles):
+            first = second = np.ones(self.chunk, role.dtype.numpy())
+            if role.updated and index not in overwritten:
+                second = first.copy()
+            result.arrays[index] = first, second
         return result
 
     def views(self, index: int, turn: int) -> list[Array]:

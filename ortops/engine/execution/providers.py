@@ -46,10 +46,16 @@ _REFUSED = {
 }
 """Providers, by the beginning of their names, that cannot run steps correctly, and why."""
 
+_CAPTURED = (
+    "each step binds its batch anew, which a captured graph does not see, and onnxruntime runs a "
+    "step more than once before it captures it"
+)
+
 _REFUSED_OPTIONS = {
     "enableInt64": "it computes int64 in 32 bits, so that seeds and sums could be wrong",
-    "enableGraphCapture": "each step binds its batch anew, which a captured graph does not see",
-    "enable_cuda_graph": "each step binds its batch anew, which a captured graph does not see",
+    "enableGraphCapture": _CAPTURED,
+    "enable_cuda_graph": _CAPTURED,
+    "trt_cuda_graph_enable": _CAPTURED,
 }
 """Options of providers with which steps could be wrong, and why."""
 
@@ -170,7 +176,9 @@ def _normalized(provider: Any) -> Provider:
             )
     for option, why in _REFUSED_OPTIONS.items():
         if given.get(option, "0").lower() not in ("0", "false"):
-            raise UnsupportedError(f"providers: the option '{option}' is not supported: {why}")
+            raise UnsupportedError(
+                f"providers: the option '{option}' is not supported: {why}; leave it out"
+            )
     return name, given
 
 

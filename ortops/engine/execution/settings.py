@@ -6,11 +6,11 @@ The defaults were the fastest in measurements.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ortops._common.cores import usable_cores
 from ortops.engine.execution.memory import Device
 from ortops.errors import ArgumentError, did_you_mean
 from ortops.graph.passes import passes_for
@@ -18,11 +18,6 @@ from ortops.graph.passes.draft import Pass
 
 _SHOWN = 6
 """How many names a line of a report has."""
-
-
-def _cores() -> int:
-    known = hasattr(os, "sched_getaffinity")  # only on some systems
-    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -51,8 +46,8 @@ class Settings:
             does any number if onnxruntime does not know this setting.
         compiled_after: How many steps, and how many seconds in them, precede the compilation of
             updates with ``kernels="auto"``. It takes a few tenths of a second.
-        saved: How many seconds compiled updates are assumed to save for each packed element, where
-            the updates are part of the gradient graph, which must then be made anew.
+        compiled_share: What share of a step compiled updates must promise to save with
+            ``kernels="auto"`` before LLVM is loaded. Below zero, they are compiled in any case.
         scaled_sums: Whether sums y + c · x of long tensors may be computed in one pass over memory.
         copied: The number of bytes of frozen weights up to which onnxruntime may copy them into the
             order of its kernels. Above it, they are inputs, which it reads where they are.
@@ -65,10 +60,10 @@ class Settings:
     passed: int = 2**22
     early: int = 2**15
     shapes: int = 2
-    threads: int = field(default_factory=_cores)
+    threads: int = field(default_factory=usable_cores)
     spin: int | None = 20
     compiled_after: tuple[int, float] = (10, 2.0)
-    saved: float = 1.5e-9
+    compiled_share: float = 0.05
     scaled_sums: bool = True
     copied: int = 2**28
     device: Device | None = None
@@ -138,6 +133,7 @@ class SessionReport:
 
     Attributes:
         kernels: How updates are computed: ``"onnx"``, ``"python"``, or ``"compiled"`` if some are.
+        choice: Why ``kernels="auto"`` has compiled updates or has not; empty before it has decided.
         compiled: The variables with compiled updates.
         packed: The groups of variables that are updated together. Other updates are nodes of the
             graph.
@@ -161,6 +157,7 @@ class SessionReport:
     """
 
     kernels: str
+    choice: str
     compiled: tuple[str, ...]
     packed: tuple[PackedUpdate, ...]
     in_place: tuple[str, ...]
@@ -176,7 +173,8 @@ class SessionReport:
     def __str__(self) -> str:
         """Describes the session in a few lines."""
         backward = ", in the backward pass" if self.optimizer_in_backward else ""
-        lines = [f"kernels: {self.kernels}{backward}", *map(str, self.packed)]
+        choice = f" ({self.choice})" if self.choice else ""
+        lines = [f"kernels: {self.kernels}{backward}{choice}", *map(str, self.packed)]
         named = (
             ("compiled", self.compiled),
             ("in place", self.in_place),

@@ -184,12 +184,19 @@ class Template:
                 self.standard |= dict.fromkeys(names, str(error))
         return found
 
-    def compile_updates(self, turn: int, *, anew: bool = False) -> bool:
-        """Compiles all updates that can be.
+    def compile_updates(
+        self,
+        turn: int,
+        *,
+        anew: bool = False,
+        only: Mapping[Packed, Translation] | None = None,
+    ) -> bool:
+        """Compiles updates.
 
         Args:
             turn: The index of the buffers with the current values.
             anew: See `compilable`.
+            only: Some of those that are `compilable`; all by default.
 
         Returns:
             Whether the graphs must be made anew, because updates are no longer part of them. The
@@ -198,7 +205,7 @@ class Template:
         Raises:
             OrtopsError: See `ortops.engine.execution.compilation.compiled`. Nothing has changed.
         """
-        found = self.compilable(anew=anew)
+        found = self.compilable(anew=anew) if only is None else only
         for translation in found.values():
             compiled(translation)
         kept = turn if self._may_overwrite else None

@@ -45,11 +45,13 @@ class Translation:
             each role an array, followed by the array for its next values unless these overwrite it;
             then an array of one element for each scalar, and the arrays of constants.
         text: A module with the function. It is equal for formulas that differ in constants only.
+        overwritten: The indices of the roles whose next values overwrite the current values.
         constants: The arrays of constants.
     """
 
     name: str
     text: str
+    overwritten: tuple[int, ...]
     constants: tuple[Array, ...] = field(compare=False)
 
 
@@ -76,7 +78,7 @@ def translate(group: Group, *, overwritten: Collection[int]) -> Translation:
         writer.add_node(node)
     for index, value in group.next_values.items():
         writer.store(value, targets[index])
-    return writer.finish()
+    return writer.finish(tuple(sorted(overwritten)))
 
 
 @dataclass
@@ -177,8 +179,8 @@ class _Writer:
         self._load(value, f"%constants_{kind}", str(len(numbers)), self.before)
         numbers.append(number)
 
-    def finish(self) -> Translation:
-        """Returns the translation."""
+    def finish(self, overwritten: tuple[int, ...]) -> Translation:
+        """Returns the translation; see it for the argument."""
         arrays = [*self.arrays, *(f"%constants_{kind}" for kind in self.constants)]
         # The optimizer puts the loop into the function, and knows that the arrays do not overlap.
         parameters = ", ".join(f"ptr noalias {array}" for array in arrays)
@@ -197,7 +199,7 @@ class _Writer:
         )
         name = "update_" + hashlib.sha256(text.encode()).hexdigest()[:16]
         constants = tuple(np.array(numbers) for numbers in self.constants.values())
-        return Translation(name, text.replace("@update", f"@{name}"), constants)
+        return Translation(name, text.replace("@update", f"@{name}"), overwritten, constants)
 
 
 _MODULE = """\

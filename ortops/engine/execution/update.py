@@ -109,12 +109,18 @@ class SessionUpdate(Update):
 
     A gradient that fills a chunk is read without a copy, and released afterwards. Slices of several
     gradients are copied for each chunk, into memory that stays in the cache of a core.
+
+    Args:
+        packed: The update.
+        sessions: Opens the session.
+        single_thread: Whether a run uses one thread, even if there is one chunk only.
     """
 
-    def __init__(self, packed: Packed, sessions: Sessions) -> None:
+    def __init__(self, packed: Packed, sessions: Sessions, *, single_thread: bool = False) -> None:
         super().__init__(packed, sessions.threads)
         model = packed.model(1 if self._by_chunk else packed.rows)
-        self._session = sessions.open(model, single_thread=packed.rows > 1, anywhere=False)
+        alone = single_thread or packed.rows > 1
+        self._session = sessions.open(model, single_thread=alone, anywhere=False)
 
     def _bind_rows(self, begin: int, end: int, scalars: Sequence[Array], turn: int) -> BoundUpdate:
         run = self._session.run_with_iobinding

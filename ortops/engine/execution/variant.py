@@ -18,6 +18,7 @@ from ortops.engine.execution.onnxruntime_sessions import (
     errors_as_ours,
     inputs_elsewhere,
     inputs_here,
+    outputs_on,
 )
 from ortops.engine.execution.placement import PlacedNode, nodes_of, placed_nodes
 from ortops.engine.execution.providers import WEBGPU, check_float16
@@ -221,7 +222,7 @@ class Binding:
                 if not role.updated and index not in update.packed.given:
                     views = update.packed.views(index, turn)
                     self.written |= zip(role.names, views, strict=True)
-        for value in variant.graph.outputs:
+        for value in variant.graph.outputs if self._device is None else ():
             if value.name == template.step.loss and value.dtype is not None and is_scalar(value):
                 self.written.setdefault(value.name, np.zeros((), value.dtype.numpy()))
         self._passed = [name for each in template.updates() for name in each.packed.passed]
@@ -234,6 +235,12 @@ class Binding:
         self._feeds = names - self.read.keys() - self._rebound
         bound = {name: each for name, each in self.read.items() if name not in self._rebound}
         self._moving = [] if self._session is None else inputs_elsewhere(self._session, bound)
+        self._there = set[str]()  # the outputs that the device computes
+        self._place: tuple[Any, ...] = ()
+        if self._device is not None:
+            self._place = self._device.kind, self._device.number
+            if self._session is not None:
+                self._there = outputs_on(self._device, self._session)
         self._released = ort_value(np.zeros(1, np.float32))
         self._bindings: dict[tuple[str, ...], onnxruntime.IOBinding] = {}
         self.bind_updates()
@@ -258,18 +265,22 @@ class Binding:
         feeds: Mapping[str, Memory],
         wanted: Sequence[str] | None,
         into: Mapping[str, Array] | None = None,
-    ) -> dict[str, Array]:
+        *,
+        stay: bool = False,
+    ) -> dict[str, Any]:
         """Runs the graph.
 
         Args:
             feeds: The feeds, and arrays that replace variables.
             wanted: The outputs to return; all by default.
             into: Arrays for further outputs, which must be the same outputs in each run.
+            stay: Whether outputs that are computed on a device are returned in its memory.
         """
         if self._session is None:
             return {}
         names = tuple(n for n in self.shown if wanted is None or n in wanted)
         fetched = tuple(name for name in names if name not in self.written)
+        staying = self._there.intersection(fetched if stay else ())
         binding = self._bindings.get(fetched)
         if binding is None:
             binding = self._bindings[fetched] = self._bind(self._session)
@@ -283,18 +294,19 @@ class Binding:
         for name in self._passed:
             binding.bind_output(name)
         into = into or {}
-        if self._device is not None:
-            for name in self._kept:
-                binding.bind_output(name, self._device.kind, self._device.number)
+        for name in self._kept:
+            binding.bind_output(name, *self._place)
         for name, array in into.items():
             binding.bind_ortvalue_output(name, ort_value(array))
         for name in fetched:  # otherwise onnxruntime would write into the results of the last step
-            binding.bind_output(name)
+            binding.bind_output(name, *(self._place if name in staying else ()))
         with errors_as_ours():
             self._session.run_with_iobinding(binding)
         for source, target in self._copies:
             put(target, fetch(source))
-        shown = {n: fetch(self.written[n]).copy() for n in names if n in self.written}
+        shown: dict[str, Any] = {
+            n: fetch(self.written[n]).copy() for n in names if n in self.written
+        }
         if fetched or self._passed or self._kept:
             outputs = binding.get_outputs_as_ortvaluevector()
             # An iterator would return references to elements, which are replaced below.
@@ -305,7 +317,9 @@ class Binding:
                 self._given |= {name: around(next(found)) for name in self._kept}
             for _ in into:
                 next(found)
-            shown |= {name: _copied(next(found).numpy()) for name in fetched}
+            for name in fetched:
+                value = next(found)
+                shown[name] = around(value) if name in staying else _copied(value.numpy())
         for name in self._rebound:  # otherwise the binding would keep them alive
             binding.bind_ortvalue_input(name, self._released)
         for name in (*self._passed, *self._kept, *into):

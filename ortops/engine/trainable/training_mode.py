@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from ortops.errors import ModelError, UnsupportedError
@@ -96,7 +97,10 @@ def copy_in_training_mode(
                 if old.name:
                     new.name = tape.names.unique(f"{old.name}_training")
             tape.append(copy)
-            if not is_bound(copy):
+            if not onnx.defs.has(copy.op_type, copy.domain):  # such as those of com.microsoft
+                for old, new in zip(node.outputs, copy.outputs, strict=True):
+                    new.type, new.shape = old.type, old.shape
+            elif not is_bound(copy):
                 tape.infer(copy)
             made = list(copy.outputs)
             if node in changed and not is_frozen(node):

@@ -40,8 +40,7 @@ def check_loss(trainer: Trainer, loss: float, feeds: Batch, where: str) -> None:
     ):
         return
     scale = float(trainer.state[metadata.loss_scale])
-    good_steps = int(trainer.state[metadata.good_steps])
-    if scale <= SMALLEST_SCALE and not good_steps:
+    if scale <= SMALLEST_SCALE and not int(trainer.state[metadata.good_steps]):
         raise DivergedError(
             f"gradients are infinite or NaN after step {trainer.steps_done} ({where}) even at the "
             f"smallest loss scale, {scale:g}, so steps have no effect; check logarithms, "

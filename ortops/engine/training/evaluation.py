@@ -13,6 +13,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortops import metrics as metric_functions
+from ortops._common.cores import session_threads
 from ortops._common.uninterrupted import run_uninterrupted
 from ortops.engine.execution.memory import Memory
 from ortops.engine.execution.onnxruntime_sessions import run_session
@@ -532,8 +533,11 @@ class Evaluator:
         more: dict[str, Any] = {"disabled_optimizers": disabled} if disabled else {}
         more["enable_fallback"] = 0  # onnxruntime would print an error, and use the CPU
         options = loaded.options
-        if options is None and [name for name, _ in loaded.providers] != [CPU]:
+        falls_back = [name for name, _ in loaded.providers] != [CPU]
+        if options is None and (falls_back or session_threads()):
             options = onnxruntime.SessionOptions()
-            options.log_severity_level = 3  # warnings about nodes that fall back
+            options.intra_op_num_threads = session_threads()
+            if falls_back:
+                options.log_severity_level = 3  # onnxruntime would warn of it
         session = InferenceSession(proto, options, loaded.providers, kernels="onnx", **more)
         return Evaluation(session, inputs, found.parts, found.tensors, found.kinds, constants)

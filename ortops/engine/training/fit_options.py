@@ -5,6 +5,7 @@ the configuration of `ortops train`, the parameters of the estimators, and the a
 follow from the declarations. The module imports nothing heavy, since ``ortops --help`` reads it.
 """
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,9 @@ class Option:
         check: The function of `ortops._common.arguments` that checks it, if one does. It is not
             called with None, if that is the default.
         bounds: Arguments of that function.
+        reads: How the command line reads its value, if not as ``check`` says: a key of a table in
+            `ortops.cli.parser`.
+        several: Whether that option takes several values.
         saved: What the position in a file has for it, which has to be the same when a training is
             resumed; "" if it does not change the rows of a step.
         in_estimators: Whether the estimators of `ortops.sklearn` have it as a parameter.
@@ -43,7 +47,9 @@ class Option:
     help: str
     metavar: str | None = None
     check: str = ""
-    bounds: Mapping[str, float] = field(default_factory=dict)
+    bounds: Mapping[str, Any] = field(default_factory=dict)
+    reads: str = ""
+    several: bool = False
     saved: str = ""
     in_estimators: bool = False
     tried: Sequence[Any] = ()
@@ -132,7 +138,8 @@ class FitOptions(TypedDict, total=False):
     collate: Annotated["Collate | None", Option(None, _IN_PYTHON)]
     group_by_length: Annotated["bool | Sequence[int]", Option(False, _IN_PYTHON, saved=_BOOLEAN)]
     metrics: Annotated[
-        "Sequence[str | Metric]", Option((), "metrics to compute, such as accuracy", "METRIC")
+        "Sequence[str | Metric]",
+        Option((), "metrics to compute, such as accuracy", "METRIC", several=True),
     ]
     train_metrics: Annotated[
         bool,
@@ -166,9 +173,12 @@ class FitOptions(TypedDict, total=False):
     entries: Annotated["Mapping[str, int] | None", Option(None, _IN_PYTHON, saved="a string")]
 
 
-OPTIONS: Mapping[str, Option] = {
-    name: each.__metadata__[0] for name, each in FitOptions.__annotations__.items()
-}
+def options_of(declared: type) -> dict[str, Option]:
+    """Returns the declarations of a TypedDict by the names of the arguments."""
+    return {name: each.__metadata__[0] for name, each in declared.__annotations__.items()}
+
+
+OPTIONS: Mapping[str, Option] = options_of(FitOptions)
 """The declarations by the names of the arguments."""
 
 SAVED: Mapping[str, Option] = {name: each for name, each in OPTIONS.items() if each.saved}
@@ -180,33 +190,41 @@ def with_defaults(given: FitOptions) -> FitOptions:
     return cast(FitOptions, {**{name: each.default for name, each in OPTIONS.items()}, **given})
 
 
-def checked_options(options: FitOptions) -> FitOptions:
-    """Returns all arguments in their plain types.
+def checked_options(options: Mapping[str, Any], declared: Mapping[str, Option]) -> dict[str, Any]:
+    """Returns all arguments in their plain types, with the defaults of those that are left out.
+
+    Args:
+        options: The arguments.
+        declared: Their declarations.
 
     Raises:
         ArgumentError: If one is wrong by itself; others are checked with the data and the session.
     """
     arguments = importlib.import_module("ortops._common.arguments")  # which imports numpy
-    found: dict[str, Any] = dict(options)
-    for name, option in OPTIONS.items():
+    found = {name: each.default for name, each in declared.items()} | dict(options)
+    for name, option in declared.items():
         is_absent = found[name] is None and option.default is None
         if option.check and not is_absent:
             check = getattr(arguments, option.check)
             found[name] = check(name, found[name], **option.bounds)
-    return cast(FitOptions, found)
+    return found
 
 
-def has_fit_options(method: _Method) -> _Method:
-    """Shows the arguments of `fit` in the signature of a method in place of ``**options``."""
+def has_options(declared: type) -> Callable[[_Method], _Method]:
+    """Returns a decorator that shows declared arguments in the place of ``**options``."""
+    return functools.partial(_with_signature, declared)
+
+
+def _with_signature(declared: type, method: _Method) -> _Method:
     signature = inspect.signature(method)
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     more = [
         inspect.Parameter(
             *(name, inspect.Parameter.KEYWORD_ONLY),
-            default=OPTIONS[name].default,
+            default=each.__metadata__[0].default,
             annotation=_shown(each.__origin__),
         )
-        for name, each in FitOptions.__annotations__.items()
+        for name, each in declared.__annotations__.items()
     ]
     shown = signature.replace(parameters=[*own, *more])
     method.__signature__ = shown  # type: ignore[attr-defined]  # `inspect` looks for it

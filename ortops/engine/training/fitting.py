@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from ortops import metrics as metric_functions
 from ortops._common.arguments import function
@@ -14,7 +14,7 @@ from ortops.engine.training.anomalies import Anomalies
 from ortops.engine.training.callback import Callback
 from ortops.engine.training.data import Data, Source, open_data
 from ortops.engine.training.feeds import Inputs
-from ortops.engine.training.fit_options import FitOptions, checked_options
+from ortops.engine.training.fit_options import OPTIONS, FitOptions, checked_options
 from ortops.engine.training.history import History
 from ortops.engine.training.interruption import Interruption
 from ortops.engine.training.limits import DEV_STEPS, Limits
@@ -158,7 +158,7 @@ class Fitting:
             >>> [round(loss, 3) for loss in history.columns["loss"]]
             [1.0, 0.25, 0.062]
         """
-        given = checked_options(options)
+        given = cast(FitOptions, checked_options(options, OPTIONS))
         wanted = given["epochs"], given["max_steps"]
         if given["fast_dev_run"]:
             given["epochs"], given["resume"] = min(given["epochs"], 1), False

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ortops.engine.execution.memory import Memory, fetch
 from ortops.engine.execution.split_step import Differentiated, Layout
 from ortops.engine.trainable.metadata import LossPart
 from ortops.engine.training.input_values import fitted_array
@@ -20,17 +21,22 @@ from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 Array: TypeAlias = npt.NDArray[Any]
 
 
-def numbers_of(losses: Array, steps: int) -> Array:
+def numbers_of(losses: Memory, steps: int) -> Array:
     """Returns the losses of some steps, one number for each."""
+    check_numbers(losses, steps)
+    return fetch(losses).reshape(steps)
+
+
+def check_numbers(losses: Memory, steps: int) -> None:
+    """Raises an OrtopsError unless there is one number for each step."""
     if losses.size != steps:
         raise OrtopsError(
             f"loss: it must be a single number, got {losses.size // steps} numbers; reduce it with "
             "ReduceMean, or run the algorithm with `step`"
         )
-    return losses.reshape(steps)
 
 
-def number_of(loss: Array) -> float:
+def number_of(loss: Memory) -> float:
     """Returns a loss as a Python number."""
     return float(numbers_of(loss, 1)[0])
 

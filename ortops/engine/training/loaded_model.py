@@ -107,6 +107,7 @@ class Usage:
         weights: The number of those that set weights which are trained.
         on_assign: A function that is called with the values that `assign` has set.
         constants: The weights that are not trained and were set: inputs of a step, like variables.
+        properties: The properties, once one of them was set; None for those of the model.
     """
 
     operation: str = ""
@@ -114,6 +115,7 @@ class Usage:
     weights: int = 0
     on_assign: Callable[[Mapping[str, Array]], object] | None = None
     constants: list[str] = dataclasses.field(default_factory=list)
+    properties: dict[str, int | float | str] | None = None
 
 
 class LoadedModel:
@@ -451,13 +453,13 @@ class LoadedModel:
             (0, [])
         """
         before, made = dict(self.state), self.execution.steps_made
-        weights = self.usage.weights
+        weights, properties = self.usage.weights, self.usage.properties
         position = self.resume_state.position
         try:
             yield
         finally:
             self.assign(before, steps_made=made)
-            self.usage.weights = weights
+            self.usage.weights, self.usage.properties = weights, properties
             self.resume_state.set(position)
 
     @property

@@ -22,7 +22,13 @@ from ortops.engine.training.gradients import Accumulation, Gradients, number_of
 from ortops.engine.training.history import History
 from ortops.engine.training.interruption import Interruption
 from ortops.engine.training.limits import Limits
-from ortops.engine.training.position import Position
+from ortops.engine.training.position import (
+    MOST_UNREAD,
+    AnyPosition,
+    Position,
+    UnreadPosition,
+    known,
+)
 from ortops.engine.training.prefetch import Prefetcher
 from ortops.engine.training.probabilities import warn_of_probabilities
 from ortops.engine.training.progress_bar import ProgressBar
@@ -58,7 +64,7 @@ class Loop:
     options: FitOptions
     source: Source
     validation: Source | None
-    position: Position
+    position: AnyPosition
     limits: Limits
     measured: TrainingMetrics | None
     anomalies: Anomalies | None
@@ -81,17 +87,20 @@ class Loop:
         self._losses: list[float] = []
         self._said = False
         self._is_first = True
-        self._clock = time.perf_counter() - self.position.seconds
         self._began = sum(entry.get("seconds", 0.0) for entry in self.history)  # the epoch
-        self.calls.restore(self.position)
-        epoch_state = self.position.epoch_state
+        begin = known(self.position)
+        self.calls.restore(begin)
+        self._clock = time.perf_counter() - begin.seconds
+        epoch_state = begin.epoch_state
         epoch_state = epoch_state._replace(entries=self.history, states=self.calls.states)
-        self.position = self.position._replace(epoch_state=epoch_state)
-        self._done = self.position  # the end of the epoch before
+        self.position = self._done = begin._replace(epoch_state=epoch_state)
+        reads = self.options["stop_on_nan"] or self.options["accumulate"] > 1
+        reads = reads or self.calls.see_steps or (self.anomalies, self.measured) != (None, None)
+        self._later = None if reads else strategy.later
 
     def run(self) -> None:
         """Trains until all epochs are finished or something ends training early."""
-        self.trainer.resume_state.set(self.position)
+        self.trainer.resume_state.set(self._done)
         self._notify("on_begin", self._averages())
         if self.calls.stopped and self.strategy.leads:
             logger.warning("fit: stopped before the first step: %s", self.calls.stopped)
@@ -149,7 +158,7 @@ class Loop:
 
     def _train(self, bar: ProgressBar | None) -> None:
         """Trains on the remaining batches of an epoch."""
-        options, begin = self.options, self.position
+        options, begin = self.options, known(self.position)
         if options["schedule"] is not None and not begin.batch:
             self.trainer.learning_rate = options["schedule"]((self._epoch - 1) / options["epochs"])
         order = None
@@ -229,7 +238,7 @@ class Loop:
 
     def _shown(self) -> dict[str, float]:
         """Returns the numbers of the progress bar within an epoch."""
-        cheap = [*self.position.metrics]  # not those that read all rows again
+        cheap = [*known(self.position).metrics]  # not those that read all rows again
         measured = self.measured.results(cheap) if self.measured is not None else {}
         return self._averages() | measured | self.history.last_within(self._epoch)
 
@@ -291,7 +300,7 @@ class Loop:
         where = self._place(1)
         if self.anomalies is not None:
             self.anomalies.begin()
-        self.strategy.step(batch, self._outputs, prepare)
+        (self._later or self.strategy.step)(batch, self._outputs, prepare)
         if self.anomalies is not None:
             self.anomalies.check(self._losses[0], [batch])
         if self.options["stop_on_nan"]:
@@ -373,19 +382,26 @@ class Loop:
 
     def _prepare(self, count: int, size: int, found: Mapping[str, Array]) -> None:
         """Sets the position after the batches of the next step."""
-        losses = [number_of(found[name]) for name in self._names]
-        counts = [number_of(found[name]) if name else None for name in self._counts]
-        if counts:  # in files of older versions a mean over no label is 0 / 0
-            pairs = zip(losses, counts, strict=True)
-            losses = [0.0 if counted == 0 else loss for loss, counted in pairs]
-        self._losses = losses
-        self.position = self.position.after(
-            *(count, size, losses, counts),
-            rate=float(found[self._rate]) if self._rate else None,
-            seconds=time.perf_counter() - self._clock,
-            metrics=self.measured.states() if self.measured is not None else {},
-            rates={name: number_of(found[name]) for name in self.strategy.rates if name in found},
-        )
+        seconds = time.perf_counter() - self._clock
+
+        def after(before: Position) -> Position:
+            losses = [number_of(found[name]) for name in self._names]
+            counts = [number_of(found[name]) if name else None for name in self._counts]
+            if counts:  # in files of older versions a mean over no label is 0 / 0
+                pairs = zip(losses, counts, strict=True)
+                losses = [0.0 if counted == 0 else loss for loss, counted in pairs]
+            self._losses = losses
+            return before.after(
+                *(count, size, losses, counts),
+                rate=number_of(found[self._rate]) if self._rate else None,
+                seconds=seconds,
+                metrics=self.measured.states() if self.measured is not None else {},
+                rates={n: number_of(found[n]) for n in self.strategy.rates if n in found},
+            )
+
+        unread = UnreadPosition(self.position, size, after)
+        waits = self._later is not None and unread.unread < MOST_UNREAD
+        self.position = unread if waits else unread.read()
         self.trainer.resume_state.prepare(self.position)
 
     def _finish_epoch(self) -> dict[str, float] | None:
@@ -394,7 +410,7 @@ class Loop:
         Returns:
             The entry of the history; None if a signal came before.
         """
-        position, steps = self.position, self.trainer.steps_done
+        position, steps = known(self.position), self.trainer.steps_done
         entry = self._averages()
         if self.measured is not None:
             entry |= self.measured.results()
@@ -410,7 +426,7 @@ class Loop:
         entry["seconds"] = seconds - self._began
         if self._cut:
             epoch_state = position.epoch_state._replace(cut=entry)
-            self.position = position._replace(epoch_state=epoch_state, seconds=seconds)
+            reached = position._replace(epoch_state=epoch_state, seconds=seconds)
         else:
             self._began = seconds
             self.history.append(entry)
@@ -420,10 +436,11 @@ class Loop:
                 finished=len(self.history),
             )
             self._done = position
-            self.position = Position(
+            reached = Position(
                 epoch_state, rate=position.rate, seconds=seconds, rates=position.rates
             )
-        self.trainer.resume_state.set(self.position)
+        self.position = reached
+        self.trainer.resume_state.set(reached)
         return entry
 
     def results(self) -> History:
@@ -432,11 +449,12 @@ class Loop:
 
     def _averages(self) -> dict[str, float]:
         """Returns the mean losses of the epoch so far; NaN if no label counts."""
-        return self.position.averages(self._shares)
+        return known(self.position).averages(self._shares)
 
     def _present_rate(self) -> dict[str, float]:
         """Returns the learning rate of the last step, if there is one, and those of entries."""
-        rate, rates = self.position.rate, self.position.rates
+        position = known(self.position)
+        rate, rates = position.rate, position.rates
         if self.strategy.rates:
             first = rates.get(self.strategy.rates[0])
             return dict(rates) if first is None else {"learning_rate": first, **rates}

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,6 +26,7 @@ from ortops.engine.trainable.write_back import (
 )
 from ortops.engine.training.loaded_model import LoadedModel, reads
 from ortops.engine.training.position import POSITION_KEY
+from ortops.engine.training.properties import PROPERTIES_KEY, write_properties
 from ortops.errors import OrtopsError
 from ortops.graph import convert
 from ortops.graph.adapters import adapter_of
@@ -37,6 +38,7 @@ from ortops.graph.files.messages import has_domain, initializers
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.limits import LIMITS
 from ortops.graph.magnitudes import with_computed_scales
+from ortops.surgery.output import keep_outputs
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -82,6 +84,7 @@ class ModelFile:
         result = self._loaded.light.copy()
         write_values(result, self._loaded.arrays())
         self._write_position(result.proto)
+        write_properties(result.proto, self._loaded)
         return result
 
     def _write_position(self, model: onnx.ModelProto) -> None:
@@ -183,7 +186,9 @@ class ModelFile:
         position = self._loaded.resume_state.position
         return None if position is None else position.epoch_state.call
 
-    def inference_model(self, original: ModelLike | None, *, ema: bool) -> onnx.ModelProto:
+    def inference_model(
+        self, original: ModelLike | None, *, ema: bool, outputs: str | Sequence[str] | None = None
+    ) -> onnx.ModelProto:
         """Returns the trained model, without anything that belongs to training.
 
         Args:
@@ -193,9 +198,14 @@ class ModelFile:
                 mode in both.
             ema: Whether to use the averages of parameters (``ema_decay=`` of
                 `ortops.build_training_model`).
+            outputs: The names of the tensors to return, outputs of the model or not; by default its
+                outputs. The nodes, weights, inputs and functions that they do not need are left
+                out.
 
         Raises:
-            ModelError: If a trained variable is not in the original, or there are no averages.
+            ModelError: If a trained variable is not in the original, there are no averages, or
+                there is no such tensor.
+            UnsupportedError: If a tensor of ``outputs`` is inside a subgraph or a function.
 
         Example:
             >>> import numpy as np
@@ -206,9 +216,12 @@ class ModelFile:
             >>> plain = onnxruntime.InferenceSession(session.inference_model().SerializeToString())
             >>> plain.run(None, {"x": np.array([[4]], np.float32)})
             [array([[2.]], dtype=float32)]
+            >>> [len(session.inference_model(outputs=n).graph.initializer) for n in ("y", "x")]
+            [1, 0]
         """
         with finished_at_exit, self._loaded.lock:
-            return self.light_inference_model(original, ema=ema).attach()
+            result = self.light_inference_model(original, ema=ema)
+            return (result if outputs is None else keep_outputs(result, outputs)).attach()
 
     def light_inference_model(
         self, original: ModelLike | None = None, *, ema: bool = False
@@ -238,6 +251,7 @@ class ModelFile:
                 write_inference_mode(model)
                 result = LightModel(to_proto(model), dict(loaded.light.data))
                 write_values(result, trained)
+            write_properties(result.proto, loaded)
             return result
 
     def digest(self) -> bytes:
@@ -261,7 +275,7 @@ class ModelFile:
             tensor.CopyFrom(plain)
         del light.metadata_props[:]
         for entry in sorted(proto.metadata_props, key=lambda entry: entry.key):
-            if entry.key != POSITION_KEY:
+            if entry.key not in (POSITION_KEY, PROPERTIES_KEY):
                 light.metadata_props.add().CopyFrom(entry)
         found.update(light.SerializeToString(deterministic=True))
         return found.digest()

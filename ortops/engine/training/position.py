@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import onnx
@@ -293,6 +293,52 @@ def _number(value: object) -> bool | int | float:
     return found
 
 
+MOST_UNREAD = 64
+"""The number of steps whose losses may stay unread on a device."""
+
+
+class UnreadPosition:
+    """The position after steps whose losses are still on a device.
+
+    Args:
+        before: The position before the last of them.
+        rows: The number of rows of its batch.
+        after: Returns the position after it; reads its losses.
+
+    Attributes:
+        epoch_state, batch, samples: Those of the position.
+        unread: The number of steps whose losses have not been read.
+    """
+
+    def __init__(
+        self,
+        before: Position | UnreadPosition,
+        rows: int,
+        after: Callable[[Position], Position],
+    ) -> None:
+        self.epoch_state: EpochState = before.epoch_state
+        self.batch: int = before.batch + 1
+        self.samples: int = before.samples + rows
+        self.unread: int = 1 + (before.unread if isinstance(before, UnreadPosition) else 0)
+        self._state: Position | tuple[Position | UnreadPosition, Callable[[Position], Position]]
+        self._state = before, after
+
+    def read(self) -> Position:
+        """Returns the position; lets go of the earlier ones."""
+        if not isinstance(self._state, Position):
+            before, after = self._state
+            self._state = after(known(before))
+        return self._state
+
+
+AnyPosition: TypeAlias = Position | UnreadPosition
+
+
+def known(position: AnyPosition) -> Position:
+    """Returns a position, with losses that have been read."""
+    return position.read() if isinstance(position, UnreadPosition) else position
+
+
 class ResumeState:
     """The position that belongs to the current state of a session.
 
@@ -305,11 +351,15 @@ class ResumeState:
 
     def __init__(self, made: Callable[[], int]) -> None:
         self._made = made
-        self._now: tuple[int, Position | None, Position | None] = (0, None, None)
+        self._now: tuple[int, AnyPosition | None, AnyPosition | None] = (0, None, None)
 
     @property
     def position(self) -> Position | None:
         """The position; None if `fit` was not called, or the session was reset since."""
+        found = self._present()
+        return None if found is None else known(found)
+
+    def _present(self) -> AnyPosition | None:
         made, before, after = self._now
         now = self._made()
         return before if now == made else after if now > made else None
@@ -318,9 +368,9 @@ class ResumeState:
         """Sets the position of the current state."""
         self._now = (self._made(), position, position)
 
-    def prepare(self, position: Position) -> None:
+    def prepare(self, position: AnyPosition) -> None:
         """Sets the position after one more step."""
-        self._now = (self._made(), self.position, position)
+        self._now = (self._made(), self._present(), position)
 
 
 def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:

@@ -22,12 +22,14 @@ from ortops.engine.training.constants import Constants
 from ortops.engine.training.data import Data
 from ortops.engine.training.evaluation import Evaluator
 from ortops.engine.training.feeds import Feeds, Inputs
-from ortops.engine.training.fit_options import FitOptions, has_fit_options, with_defaults
+from ortops.engine.training.fit_options import FitOptions, has_options, with_defaults
 from ortops.engine.training.fitting import Fitting
 from ortops.engine.training.gradients import Gradients
 from ortops.engine.training.history import History
 from ortops.engine.training.loaded_model import LoadedModel
 from ortops.engine.training.model_file import ModelFile
+from ortops.engine.training.modules import summary_of
+from ortops.engine.training.properties import Properties
 from ortops.engine.training.rebuilding import rebuilt
 from ortops.engine.training.sample_weights import ClassWeight, SampleWeight
 from ortops.engine.training.samples import Collate
@@ -270,6 +272,29 @@ class TrainingSession:
         """
         return self._only(entry)._execution.report()
 
+    def summary(self) -> str:
+        """Returns the modules that have parameters as a table of at most 100 columns.
+
+        Each line has the shape of a module's output, the number of its parameters, and whether they
+        are trained, or why not. Modules are those in the names of parameters, or of the scopes that
+        exporters give to nodes. A weight that several nodes read is counted once. Running
+        statistics and other constants are no parameters; they are listed below, with the reason.
+
+        Example:
+            >>> from ortops.docs import examples
+            >>> print(examples.session().summary())
+            module  output     parameters  trained
+            w       [batch,1]           1  yes
+            1 parameters: 1 trained, 0 not trained
+        """
+        several = len(self._loaded.entries) > 1
+        trained = {
+            parameter: f"yes, by {name}" if several else "yes"
+            for name, session in self._by_entry().items()
+            for parameter in session._loaded.parameters()
+        }
+        return summary_of(self._loaded.light, trained)
+
     # ------------------------------------------------------------------------------- training
 
     @_documented_by(Steps.step)
@@ -309,7 +334,7 @@ class TrainingSession:
         return self._only(entry)._steps.run_steps(batches)
 
     @explains_arguments(**ARGUMENTS_OF_FIT)
-    @has_fit_options
+    @has_options(FitOptions)
     @_documented_by(Fitting.fit)
     def fit(self, data: Data, **options: Unpack[FitOptions]) -> History:
         """Trains on a data set."""
@@ -644,6 +669,27 @@ class TrainingSession:
         return Constants(self._loaded)
 
     @property
+    def properties(self) -> Properties:
+        """Numbers and texts of your own by name, which are saved with the model.
+
+        They are part of what `save`, checkpoints, `inference_model` and `with_trainable` make, as a
+        JSON object under the key ``ortops.properties`` of the model's metadata, where every
+        program that reads ONNX finds them. `reset` leaves them as they are.
+
+        Setting one that is neither an integer of 64 bits, nor a finite number, nor a text raises an
+        ArgumentError.
+
+        Example:
+            >>> import ortops
+            >>> from ortops.docs import examples
+            >>> session = examples.session()
+            >>> session.properties["best"] = 0.93
+            >>> ortops.TrainingSession(session.model()).properties
+            Properties({'best': 0.93})
+        """
+        return Properties(self._loaded)
+
+    @property
     def learning_rates(self) -> LearningRates:
         """The learning rate of the next step of each training_info entry, by its name.
 
@@ -713,7 +759,11 @@ class TrainingSession:
 
     @_documented_by(ModelFile.inference_model)
     def inference_model(
-        self, original: ModelLike | None = None, *, ema: bool = False
+        self,
+        original: ModelLike | None = None,
+        *,
+        ema: bool = False,
+        outputs: str | Sequence[str] | None = None,
     ) -> onnx.ModelProto:
         """Returns the trained model, without anything that belongs to training."""
-        return self._file.inference_model(original, ema=ema)
+        return self._file.inference_model(original, ema=ema, outputs=outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -13,11 +14,20 @@ import numpy.typing as npt
 
 from ortops._common.arguments import function
 from ortops._common.uninterrupted import finished_at_exit
+from ortops.engine.execution.memory import Memory, fetch
 from ortops.engine.trainable.metadata import LossPart
 from ortops.engine.training.data import rows
 from ortops.engine.training.feeds import Feeds
-from ortops.engine.training.gradients import Gradients, Origin, check_gradients, collect, numbers_of
+from ortops.engine.training.gradients import (
+    Gradients,
+    Origin,
+    check_gradients,
+    check_numbers,
+    collect,
+    numbers_of,
+)
 from ortops.engine.training.loaded_model import LoadedModel, changes
+from ortops.engine.training.position import MOST_UNREAD
 from ortops.engine.training.trainer import StepStrategy
 from ortops.errors import ArgumentError, FeedError, OrtopsError, did_you_mean
 
@@ -241,13 +251,15 @@ class Steps:
         self,
         feeds: Mapping[str, Array],
         outputs: Sequence[str] | None,
-        note: Callable[[Mapping[str, Array]], object] | None = None,
-    ) -> dict[str, Array]:
+        note: Callable[[Mapping[str, Any]], object] | None = None,
+        *,
+        stay: bool = False,
+    ) -> dict[str, Any]:
         execution, declared = self._loaded.execution, self._loaded.declared
         self._loaded.check_schedule("step")
         numbers = self._loaded.without_strings(feeds)
         if not declared.pending:
-            return execution.step(numbers, outputs, note)
+            return execution.step(numbers, outputs, note, stay=stay)
         wanted = list(self._loaded.outputs if outputs is None else outputs)
         more = [n for n in declared.to_compute(self._loaded.outputs, feeds) if n not in wanted]
 
@@ -294,7 +306,7 @@ class Steps:
                 "dict or tuple of an array for each input"
             )
         loaded, loss = self._loaded, self._loaded.loss
-        losses: list[Array] = []
+        losses: list[Memory] = []  # those on a device are read later, so that it need not wait
         declared = loaded.declared
         with finished_at_exit, loaded.lock:
             at_once = _AT_ONCE if loaded.execution.repeatable and not loaded.reads_strings else 1
@@ -303,16 +315,21 @@ class Steps:
                 checked = ({name: array.copy() for name, array in b.items()} for b in checked)
             for _, alike in itertools.groupby(checked, key=_shapes):
                 while group := list(itertools.islice(alike, at_once)):
-                    if declared.pending:
+                    if declared.pending:  # the first batch
                         losses.append(numbers_of(self._step(group.pop(0), [loss])[loss], 1))
                     if len(group) > 1 and loaded.execution.repeatable:
                         stacks = {name: np.stack([b[name] for b in group]) for name in group[0]}
                         losses.append(
                             numbers_of(self._several_steps(stacks, len(group)), len(group))
                         )
-                    else:
-                        losses += [numbers_of(self._step(b, [loss])[loss], 1) for b in group]
-        return np.concatenate(losses) if losses else np.zeros(0, np.float32)
+                        continue
+                    for batch in group:
+                        losses.append(self._step(batch, [loss], stay=True)[loss])
+                        check_numbers(losses[-1], 1)
+                        if not len(losses) % MOST_UNREAD:
+                            losses[-MOST_UNREAD:] = map(fetch, losses[-MOST_UNREAD:])
+        found = [fetch(each).reshape(-1) for each in losses]
+        return np.concatenate(found) if found else np.zeros(0, np.float32)
 
     @changes("fit")
     def show(self, names: Sequence[str]) -> None:
@@ -323,7 +340,12 @@ class Steps:
         """Returns how `fit` makes steps."""
         entries, counts = self._loaded.entries, self._loaded.counts()
         entry = entries[0] if len(entries) == 1 else None
-        return StepStrategy(self._step, self._gradients, counts, show=self.show, entry=entry)
+        later = (
+            functools.partial(self._step, stay=True) if self._loaded.execution.on_device else None
+        )
+        return StepStrategy(
+            *(self._step, self._gradients, counts, self.show), entry=entry, later=later
+        )
 
     def _differentiate(
         self,

@@ -20,7 +20,7 @@ from ortops.metrics import Metric, StreamingMetric
 
 Array: TypeAlias = npt.NDArray[Any]
 Batch: TypeAlias = Mapping[str, Array]
-Note: TypeAlias = Callable[[Mapping[str, Array]], object]
+Note: TypeAlias = Callable[[Mapping[str, Any]], object]
 Step: TypeAlias = Callable[[Batch, Sequence[str], Note], object]
 
 
@@ -118,6 +118,8 @@ class StepStrategy:
         entries: The training_info entries that make the steps; "" for all of them in each step.
         entry: The index of the training_info entry that makes all steps; None if several do.
         rates: The outputs that are the learning rates of entries in turn.
+        later: Like ``step``, but leaves the outputs on the device that computed them, in whose
+            memory they are for the last argument; None if it would be the same.
     """
 
     step: Step
@@ -129,3 +131,4 @@ class StepStrategy:
     entries: str = ""
     entry: int | None = None
     rates: Sequence[str] = ()
+    later: Step | None = None
