@@ -64,13 +64,51 @@ def with_computed_scales(light: LightModel, adapter: Adapter | None) -> LightMod
         tensor = known[module.magnitude]
         inputs.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     kept = [tensor for tensor in graph.initializer if tensor.name not in given]
-    for field, values in (("node", nodes), ("input", inputs), ("initializer", kept)):
+    _fill(graph, node=nodes, input=inputs, initializer=kept)
+    return result
+
+
+def with_given_scales(light: LightModel, adapter: Adapter | None) -> LightModel:
+    """Returns a model whose scales are inputs again: ones, as long as the adapter adds nothing.
+
+    Args:
+        light: The model, which stays as it is.
+        adapter: Its adapter, whose A or B are zeros.
+    """
+    layers = {} if adapter is None else adapter.modules
+    known = {tensor.name: tensor for tensor in light.proto.graph.initializer}
+    modules = [m for m in layers.values() if m.dora and m.scale not in known]
+    if not modules:
+        return light
+    result = light.copy()
+    graph = result.proto.graph
+    scales = {module.scale for module in modules}
+    computing = tuple(f"{scale}/norm/" for scale in scales)
+    nodes = [
+        node
+        for node in graph.node
+        if not node.name.startswith(computing) and scales.isdisjoint(node.output)
+    ]
+    trained = {module.magnitude for module in modules}
+    inputs = [value for value in graph.input if value.name not in trained]
+    tensors = list(graph.initializer)
+    for module in modules:
+        m = known[module.magnitude]
+        inputs.append(helper.make_tensor_value_info(module.scale, m.data_type, m.dims))
+        ones = np.ones(m.dims, helper.tensor_dtype_to_np_dtype(m.data_type))
+        tensors.append(numpy_helper.from_array(ones, module.scale))
+    _fill(graph, node=nodes, input=inputs, initializer=tensors)
+    return result
+
+
+def _fill(graph: onnx.GraphProto, **fields: Sequence[Any]) -> None:
+    """Sets repeated fields of a graph to messages, which may be in it."""
+    for field, values in fields.items():
         copies = [type(value)() for value in values]
         for copy, value in zip(copies, values, strict=True):
             copy.CopyFrom(value)
         graph.ClearField(field)
         getattr(graph, field).extend(copies)
-    return result
 
 
 def _layer(

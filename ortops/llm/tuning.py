@@ -69,7 +69,8 @@ _LOSS = "ortops.llm"
 RATE: float = TUNING["learning_rate"].default
 
 _OF_ADAPTER = (
-    *("rank", "alpha", "targets", "rslora", "rank_pattern", "alpha_pattern", "dropout", "seed"),
+    *("rank", "alpha", "seed"),
+    *("targets", "rslora", "rank_pattern", "alpha_pattern", "dropout", "dora"),
 )
 """The arguments of `ortops.lora.addition.adapted`."""
 
@@ -108,6 +109,7 @@ class FineTuning:
             second model.
         dropout: The ratio of elements of a layer's input that training drops before A.
         rslora: Whether to use the scaling alpha / √rank (rsLoRA).
+        dora: Whether to train the magnitudes of outputs, too (DoRA), as for `ortops.lora.add`.
         rank_pattern: Ranks of particular layers, as for `ortops.lora.add`.
         alpha_pattern: Alphas of particular layers, likewise.
         seed: The seed of the adapter's random initial values.
@@ -170,7 +172,7 @@ class FineTuning:
         providers = given["providers"]
         self._start(folder, trainable, files=files, recompute=recompute, providers=providers)
         if adapter is not None:  # without an active adapter, the saved model is the base
-            self._writer.initial = {n: np.zeros_like(a) for n, a in self._writer.initial.items()}
+            self._writer.initial = _without_update(trainable, self._writer.initial)
 
     def _start(
         self,
@@ -603,7 +605,7 @@ def _adapted(
 
 def _refuse_adapter(model: LightModel, given: Mapping[str, Any]) -> None:
     """Rejects what only an adapter has, and weights that cannot be trained themselves."""
-    for name in ("targets", "adapter", "dropout", "rslora", "rank_pattern", "alpha_pattern"):
+    for name in ("adapter", *_OF_ADAPTER[3:]):
         if given[name] not in (None, TUNING[name].default):
             raise ArgumentError(
                 f"{name} must be left out if rank=None trains all weights, got {given[name]!r:.80}"
@@ -729,12 +731,20 @@ def _words(model: LightModel, folder: Folder) -> int | None:
 
 def _adapter_names(model: LightModel) -> list[str]:
     adapter = adapter_of(model.proto.metadata_props)
-    modules = {} if adapter is None else adapter.modules
-    return [name for module in modules.values() for name in (module.a, module.b)]
+    return [] if adapter is None else adapter.parameters
 
 
 def _adapter_values(model: LightModel) -> dict[str, npt.NDArray[Any]]:
     return model.arrays(_adapter_names(model))
+
+
+def _without_update(model: LightModel, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of an adapter that changes nothing: zeros, and the norms of weights."""
+    adapter = adapter_of(model.proto.metadata_props)
+    layers = [] if adapter is None else [m for m in adapter.modules.values() if m.dora]
+    squares = model.arrays([module.square for module in layers])
+    norms = {module.magnitude: np.sqrt(squares[module.square]) for module in layers}
+    return {name: np.zeros_like(array) for name, array in values.items()} | norms
 
 
 def _filled(file: Path, model: LightModel) -> LightModel:
