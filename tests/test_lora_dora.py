@@ -69,6 +69,7 @@ def trained_form(model: onnx.ModelProto) -> onnx.ModelProto:
     return ortops.TrainingSession(built_model).inference_model()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", LINEAR.values(), ids=LINEAR)
 def test_outputs_are_scaled_to_their_magnitude(case: Case, tmp_path: Path) -> None:
     base = case.model()

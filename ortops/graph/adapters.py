@@ -34,7 +34,8 @@ class Module:
 
     Attributes:
         kind: ``"linear"``, ``"convolution"`` or ``"embedding"``.
-        a: The name of A, [in, rank] and the kernel of a convolution.
+        a: The name of A, [in, rank] and the kernel of a convolution. Layers that are one layer in
+            PEFT share it.
         b: The name of B, [rank, out] and 1 for each axis of a kernel; it includes the scaling.
         rank: The rank.
         alpha: The numerator of the scaling.
@@ -72,7 +73,7 @@ class Module:
 
     @property
     def _scope(self) -> str:
-        return self.a.removesuffix(".lora_A.weight")
+        return self.b.removesuffix(".lora_B.weight")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class Adapter:
     @property
     def matrices(self) -> list[str]:
         """The names of all A and B, in the order of the layers."""
-        return [name for module in self.modules.values() for name in (module.a, module.b)]
+        names = (name for module in self.modules.values() for name in (module.a, module.b))
+        return list(dict.fromkeys(names))
 
     @property
     def parameters(self) -> list[str]:
@@ -191,11 +193,12 @@ def adapter_of(metadata: Iterable[Entry]) -> Adapter | None:
     if found is None:
         return None
     _check(found, Adapter, "")
-    modules = {}
+    modules = dict[str, Module]()
     for name, module in found["modules"].items():
         _check(module, Module, f"modules {name!r:.80}: ")
-        modules[name] = Module(**module)
-        _check_names(name, modules[name])
+        made = Module(**module)
+        _check_names(name, made, modules)
+        modules[name] = made
     totals = set[str]()
     bases = set[str]()
     for name, module in modules.items():
@@ -222,12 +225,14 @@ def _check(found: object, kind: type[Adapter | Module], place: str) -> None:
     check_fields(start, found, expected, optional=_OPTIONAL, remedy=_REMEDY)
 
 
-def _check_names(name: str, module: Module) -> None:
+def _check_names(name: str, module: Module, before: Mapping[str, Module]) -> None:
     """Rejects names other than those that `ortops.lora` gives to a layer."""
     place = f"modules {name!r:.80}: "
+    alike = (module.kind, module.rank, module.alpha, module.peft)
+    shared = {m.a for m in before.values() if (m.kind, m.rank, m.alpha, m.peft) == alike}
     for field_name, expected in (("a", f"{name}.lora_A.weight"), ("b", f"{name}.lora_B.weight")):
         found = getattr(module, field_name)
-        if found != expected:
+        if found != expected and not (field_name == "a" and found in shared):
             raise _refused(f"{place}'{field_name}'", f"be {expected!r:.80}", found)
     plain = re.sub(r"_[0-9]+$", "", name)  # the suffix distinguishes layers of the same name
     if module.peft and not any(fits(each, module.peft) for each in (name, plain)):

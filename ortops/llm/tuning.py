@@ -55,6 +55,7 @@ from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.files import with_adapter
 from ortops.lora.peft import with_peft
+from ortops.lora.peft_layers import model_type_beside
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
 from ortops.losses.preference import REWARD_MARGIN
 from ortops.metrics.metric import Array, Mean
@@ -599,7 +600,8 @@ def _adapted(
         return move_aside(with_peft(read_base(model), adapter))
     chosen = {"targets": "all-linear"} if given["targets"] is None else {}
     settings = {name: given[name] for name in _OF_ADAPTER} | chosen
-    model = move_aside(adapted(read_base(model), **settings))
+    kind = model_type_beside(folder.model if files is None else folder.path / "model.onnx")
+    model = move_aside(adapted(read_base(model), **settings, model_type=kind))
     return model if adapter is None else with_adapter(model, adapter)
 
 

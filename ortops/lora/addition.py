@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,13 @@ from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
-from ortops.graph.layer_names import standard
+from ortops.graph.layer_names import standard, whole_of
 from ortops.graph.names import Names
 from ortops.lora.evaluation import norms_of, product, squares_of
 from ortops.lora.fingerprints import fingerprint
 from ortops.lora.model import WITHOUT_TRAINING, Array
 from ortops.lora.patterns import Patterns
+from ortops.lora.peft_layers import is_fusing, model_type_beside
 from ortops.lora.targets import Target, chosen
 from ortops.surgery.reading import refuse_training
 
@@ -68,6 +70,8 @@ def add(
     A layer is named after the scope of its node, as written by PyTorch's exporters, or else after
     its weight. Each layer gets its own adapter, also where weights are tied. A layer that is called
     several times (ALBERT, the shared keys of DeBERTa) has one adapter for all calls, as in PEFT.
+    Where config.json or genai_config.json beside the model's file says that it is Phi-3, whose
+    gate_proj and up_proj are one layer in transformers, these share A.
 
     As in PEFT, A and B are float32 if the model computes in float16 or bfloat16; their product is
     rounded before it is added.
@@ -126,7 +130,8 @@ def add(
         {'fc1.lora_A.weight': [4, 2], 'fc1.lora_B.weight': [2, 16]}
     """
     pairs = rank_pattern, alpha_pattern
-    settings = (rank, alpha, targets, rslora, *pairs, dropout, seed, dora)
+    kind = model_type_beside(Path(model).absolute()) if isinstance(model, (str, Path)) else None
+    settings = (rank, alpha, targets, rslora, *pairs, dropout, seed, dora, kind)
     return to_proto(adapted(read_base(model), *settings))
 
 
@@ -141,6 +146,7 @@ def adapted(
     dropout: float = 0.0,
     seed: int = 0,
     dora: bool = False,
+    model_type: str | None = None,
 ) -> ir.Model:
     """Adds an adapter to a model; see `add`.
 
@@ -155,6 +161,7 @@ def adapted(
         dropout: The ratio of elements that training drops before A.
         seed: The seed of the random initial values.
         dora: Whether to train magnitudes, too.
+        model_type: The model's type in transformers, if it is known.
     """
     dora = boolean("dora", dora)
     rslora, seed = boolean("rslora", rslora), whole_number("seed", seed, 0)
@@ -183,13 +190,20 @@ def adapted(
             )
     generator = np.random.default_rng(seed)
     layers: dict[object, Layer] = {}
+    firsts: dict[object, Layer] = {}  # of layers that PEFT has as one
     for target in found:
         layer = layers.get(target.key)
         if layer is None:
             r = int(_value_for(by_rank, target.module, rank))
             own = float(_value_for(by_alpha, target.module, alpha))
             a, b = _first(target, r, scaling(r, own, rslora=rslora), generator)
-            layer = layers[target.key] = Layer(target.module, r, own, a, b, dora=dora)
+            whole = whole_of(standard(target.module)) if is_fusing(model_type) else ""
+            first = firsts.get((whole, r, own, target.x))
+            a = a if first is None else first.a
+            layer = Layer(target.module, r, own, a, b, dora=dora, first=first)
+            layers[target.key] = layer
+            if whole:
+                firsts.setdefault((whole, r, own, target.x), layer)
         layer.targets.append(target)
     described = Adapter(rank, alpha, rslora, "", {}, ranks, alphas, dropout)
     return attach(base, list(layers.values()), described)
@@ -249,6 +263,7 @@ class Layer:
         peft: The layer's name in PEFT.
         dora: Whether it has magnitudes.
         magnitude: Their values; None for the norms of the weight.
+        first: The layer whose A it shares, as they are one layer in PEFT.
     """
 
     module: str
@@ -260,6 +275,7 @@ class Layer:
     peft: str = ""
     dora: bool = False
     magnitude: Array | None = None
+    first: Layer | None = None
 
 
 def read_base(model: ModelLike | LightModel) -> Base:
@@ -306,12 +322,15 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> ir.Model:
     """
     work = base.work
     names, opset = Names(work.graph), work.graph.opset_imports.get("", 1)
-    modules = {}
+    modules, matrices = {}, dict[int, ir.Value]()
     for layer in layers:
         if (adapter.dropout and layer.targets[0].kind != "embedding") or layer.dora:
             _refuse_inner(layer, work.graph)
         module = _unique(layer.module, names)
-        a = _parameter(work.graph, f"{module}.lora_A.weight", layer.a)
+        root = id(layer.first or layer)
+        if root not in matrices:
+            matrices[root] = _parameter(work.graph, f"{module}.lora_A.weight", layer.a)
+        a = matrices[root]
         b = _parameter(work.graph, f"{module}.lora_B.weight", layer.b)
         kind, columns = layer.targets[0].kind, list(layer.targets[0].columns)
         described = (kind, a.name or "", b.name or "", layer.rank, layer.alpha)
@@ -324,7 +343,7 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> ir.Model:
     result = replace(adapter, fingerprint=base.fingerprint, modules=modules)
     work.metadata_props[METADATA_KEY] = result.dumps()
     work.ir_version = max(work.ir_version, _INITIALIZERS_MAY_BE_INPUTS_OR_NOT)
-    count = sum(layer.a.size + layer.b.size for layer in layers)
+    count = sum(layer.b.size + layer.a.size * (layer.first is None) for layer in layers)
     say_note("added an adapter of %s: %s trainable parameters", result, f"{count:,}")
     return work
 

@@ -282,7 +282,7 @@ def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
                 "write the adapter again"
             )
         own = float(alphas.value_for(peft, alpha))
-        first = 0
+        first, shared = 0, None
         for found, rows in places.of(peft, b):
             for other in layers:
                 if other.targets[0] is found[0]:
@@ -294,8 +294,9 @@ def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
             new_a, new_b = _fitted(peft, found[0], a, rows, scaling(r, own, rslora=rslora))
             own_m = None if m is None else m[first : first + len(rows)]
             first += len(rows)
-            layer = Layer(found[0].module, r, own, new_a, new_b, found, peft, dora, own_m)
-            layers.append(layer)
+            described = (found[0].module, r, own, new_a, new_b, found, peft, dora, own_m)
+            layers.append(Layer(*described, shared))
+            shared = shared or layers[-1]
     layers.sort(key=lambda layer: places.order(layer.targets[0]))  # files have no order
     return attach(base, layers, Adapter(rank, alpha, rslora, "", {}, **given, dropout=dropout))
 

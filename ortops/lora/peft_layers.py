@@ -140,15 +140,15 @@ def peft_layers(
         rslora: See `ortops.graph.adapters.Adapter`.
     """
     of_genai = any(standard(name) != plain(name) for name in layers)
-    is_fusing = model_type is not None and model_type.startswith(_FUSING)
-    is_separating = of_genai if model_type is None else not is_fusing
+    fusing = is_fusing(model_type)
+    is_separating = of_genai if model_type is None else not fusing
     result: dict[str, PeftLayer] = {}
     joined: dict[str, dict[str, PeftLayer]] = {}
     for name, layer in layers.items():
         own = known.get(name, "")
         found = own or standard(name).removeprefix(prefix)
         whole = whole_of(standard(name))
-        if whole and ((is_fusing and not own) or (own and ends_with(whole, own))):
+        if whole and ((fusing and not own) or (own and ends_with(whole, own))):
             part = standard(name).rpartition(".")[2]
             joined.setdefault(own or whole.removeprefix(prefix), {})[part] = layer
             continue
@@ -167,6 +167,11 @@ def peft_layers(
                 )
             result[found] = layer
     return result | {name: _joined(name, each, rslora) for name, each in joined.items()}
+
+
+def is_fusing(model_type: str | None) -> bool:
+    """Whether a model of a type has qkv_proj and gate_up_proj in transformers."""
+    return model_type is not None and model_type.startswith(_FUSING)
 
 
 def _joined(name: str, layers: Mapping[str, PeftLayer], rslora: bool) -> PeftLayer:

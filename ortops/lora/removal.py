@@ -29,7 +29,7 @@ def remove_adapter(work: ir.Model, adapter: Adapter) -> dict[str, list[ir.Value]
     }
     found = {name: removed[name] for name in adapter.modules}
     for name, module in adapter.modules.items():
-        for parameter in (module.a, module.b):
+        for parameter in {module.a, module.b} & graph.initializers.keys():  # A may be shared
             value = graph.initializers.pop(parameter)
             if value.uses() or value.is_graph_output():
                 raise _refused(name, f"'{parameter}' has other readers")
