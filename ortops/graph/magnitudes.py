@@ -84,19 +84,14 @@ def with_given_scales(light: LightModel, adapter: Adapter | None) -> LightModel:
     graph = result.proto.graph
     scales = {module.scale for module in modules}
     computing = tuple(f"{scale}/norm/" for scale in scales)
-    nodes = [
-        node
-        for node in graph.node
-        if not node.name.startswith(computing) and scales.isdisjoint(node.output)
-    ]
+    nodes = [n for n in graph.node if not (n.name.startswith(computing) or scales & {*n.output})]
     trained = {module.magnitude for module in modules}
     inputs = [value for value in graph.input if value.name not in trained]
     tensors = list(graph.initializer)
     for module in modules:
-        m = known[module.magnitude]
-        inputs.append(helper.make_tensor_value_info(module.scale, m.data_type, m.dims))
-        ones = np.ones(m.dims, helper.tensor_dtype_to_np_dtype(m.data_type))
-        tensors.append(numpy_helper.from_array(ones, module.scale))
+        m = numpy_helper.to_array(known[module.magnitude])
+        tensors.append(numpy_helper.from_array(np.ones_like(m), module.scale))
+        inputs.append(helper.make_tensor_value_info(module.scale, tensors[-1].data_type, m.shape))
     _fill(graph, node=nodes, input=inputs, initializer=tensors)
     return result
 

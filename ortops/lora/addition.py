@@ -199,7 +199,7 @@ def adapted(
             a, b = _first(target, r, scaling(r, own, rslora=rslora), generator)
             whole = whole_of(standard(target.module)) if is_fusing(model_type) else ""
             first = firsts.get((whole, r, own, target.x))
-            a = a if first is None else first.a
+            a = first.a if first else a
             layer = Layer(target.module, r, own, a, b, dora=dora, first=first)
             layers[target.key] = layer
             if whole:
@@ -371,23 +371,18 @@ def _parameter(graph: ir.Graph, name: str, array: Array) -> ir.Value:
 def _scale(work: ir.Model, layer: Layer, module: Module) -> ir.Value:
     """Adds the magnitudes of a layer and the norms of its weight; returns the scale, an input."""
     target = layer.targets[0]
-    if target.columns and work.graph.opset_imports.get("", 1) < _PADS_ARE_INPUTS:
-        raise UnsupportedError(
-            f"{describe(target.node)}: '{target.module}' is a part of a layer, which DoRA needs "
-            f"opset {_PADS_ARE_INPUTS} for; adapt the whole layer"
-        )
     squares = squares_of(work, target.node, target.kind)
     first, last, _ = target.columns or (0, len(squares), 0)
     shape = (last - first, *(1 for _ in target.kernel))
-    squares_here = squares[first:last].reshape(shape).astype(layer.a.dtype)
-    norms = np.sqrt(squares[first:last]).reshape(shape).astype(layer.a.dtype)
+    own = squares[first:last].reshape(shape)
+    norms = np.sqrt(own).astype(layer.a.dtype)
     scale = np.ones_like(norms)
     if layer.magnitude is not None:
         update = product(module, layer.a, layer.b)
         found = norms_of(module, norms, squares_of(work, target.node, target.kind, update))
         norms = layer.magnitude.reshape(shape).astype(norms.dtype)
         scale = norms / found
-    for name, array in ((module.magnitude, norms), (module.square, squares_here)):
+    for name, array in ((module.magnitude, norms), (module.square, own.astype(norms.dtype))):
         value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
         work.graph.register_initializer(value)
     return _parameter(work.graph, module.scale, scale)
@@ -407,6 +402,10 @@ def _first(
     return a.astype(dtype), np.zeros((rank, out, *(1 for _ in kernel)), dtype)
 
 
+def _constant(value: Any, dtype: Any, emit: Callable[..., ir.Value]) -> ir.Value:
+    return emit("Constant", [], [ir.AttrTensor("value", ir.tensor(np.array(value, dtype)))])
+
+
 def _padded(
     b: ir.Value, columns: Sequence[int], opset: int, emit: Callable[..., ir.Value]
 ) -> ir.Value:
@@ -415,16 +414,13 @@ def _padded(
     The scales of DoRA, which have one axis, get ones.
     """
     first, last, count = columns
-    if b.shape is not None and len(b.shape) == 1:
-        ends = ir.tensor(np.array([first, count - last], np.int64))
-        one = ir.tensor(np.ones((), b.dtype.numpy() if b.dtype else np.float32))
-        values = (emit("Constant", [], [ir.AttrTensor("value", each)]) for each in (ends, one))
-        return emit("Pad", [b, *values])
-    pads = [0, first, 0, count - last]
+    is_scale = b.shape is not None and len(b.shape) == 1
+    pads = [first, count - last] if is_scale else [0, first, 0, count - last]
     if opset < _PADS_ARE_INPUTS:
-        return emit("Pad", [b], [ir.AttrInt64s("pads", pads)])
-    tensor = ir.tensor(np.array(pads, np.int64))
-    return emit("Pad", [b, emit("Constant", [], [ir.AttrTensor("value", tensor)])])
+        value = ir.AttrFloat32("value", float(is_scale))
+        return emit("Pad", [b], [ir.AttrInt64s("pads", pads), *[value] * is_scale])
+    ones = [_constant(1, b.dtype.numpy(), emit)] if is_scale and b.dtype else []
+    return emit("Pad", [b, _constant(pads, np.int64, emit), *ones])
 
 
 def _refuse_inner(layer: Layer, graph: ir.Graph) -> None:
@@ -442,8 +438,7 @@ def _dropped(x: ir.Value, ratio: float, opset: int, emit: Callable[..., ir.Value
     """Returns the input of A: in training, some elements of x are dropped."""
     if opset < _RATIO_IS_INPUT:
         return emit("Dropout", [x], [ir.AttrFloat32("ratio", ratio)])
-    tensor = ir.tensor(np.array(ratio, np.float32))
-    return emit("Dropout", [x, emit("Constant", [], [ir.AttrTensor("value", tensor)])])
+    return emit("Dropout", [x, _constant(ratio, np.float32, emit)])
 
 
 def _place(
@@ -525,11 +520,10 @@ def _scaled(
         wide = [ir.AttrInt64("to", target.adapter_dtype.value)]
         y, bias = emit("Cast", [y], wide), None if bias is None else emit("Cast", [bias], wide)
     if bias is not None and target.kernel:
-        shape = ir.tensor(np.array([-1, *(1 for _ in target.kernel)], np.int64))
-        bias = emit("Reshape", [bias, emit("Constant", [], [ir.AttrTensor("value", shape)])])
+        shape = [-1, *(1 for _ in target.kernel)]
+        bias = emit("Reshape", [bias, _constant(shape, np.int64, emit)])
     if bias is not None and beta != 1:
-        factor = ir.tensor(np.array(beta, target.adapter_dtype.numpy()))
-        bias = emit("Mul", [bias, emit("Constant", [], [ir.AttrTensor("value", factor)])])
+        bias = emit("Mul", [bias, _constant(beta, target.adapter_dtype.numpy(), emit)])
     if bias is not None:
         y = emit("Sub", [y, bias])
     return emit("Sub", [emit("Mul", [scale, emit("Add", [y, delta])]), y])

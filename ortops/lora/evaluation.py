@@ -44,8 +44,8 @@ def update_of(
     if module.dora:
         scale = found.get(module.scale)
         if scale is None:
-            m = found[module.magnitude]
-            scale = m / norms_of(module, m, squares_of(work, node, module.kind, update))
+            m, squares = found[module.magnitude], squares_of(work, node, module.kind, update)
+            scale = m / norms_of(module, m, squares)
         if module.kind == "convolution":
             factor *= scale.reshape(-1, *(1 for _ in factor.shape[1:]))
         else:
@@ -112,20 +112,33 @@ def squares_of(work: ir.Model, node: ir.Node, kind: str, update: Array | float =
     Raises:
         UnsupportedError: If the weight cannot be computed.
     """
-    index = weight_index(node)
-    found = steps_to_weight(node.inputs[index])
-    if found is None or node.op_type not in ("MatMul", "Gemm", "Conv", "Gather", "MatMulNBits"):
-        raise UnsupportedError(
-            f"{describe(node)}: the norms of its weight, which DoRA needs, cannot be computed; "
-            "train it with dora=False, or leave the layer out"
-        )
-    weight = evaluated(work, node, index, found[1]).astype(np.float64)
+    weight = weight_of(work, node).astype(np.float64)
     if node.op_type == "Gemm":
         weight = weight.T if node.attributes.get_int("transB", 0) == 1 else weight
         weight = weight * node.attributes.get_float("alpha", 1.0)
     square: Array = np.square(weight + update)
     axes = tuple(range(1, square.ndim)) if kind == "convolution" else 0
     return np.asarray(square.sum(axis=axes))
+
+
+def weight_of(work: ir.Model, node: ir.Node) -> Array:
+    """Returns the dequantized weight of a node of a layer, as the node reads it.
+
+    Args:
+        work: The model.
+        node: The node.
+
+    Raises:
+        UnsupportedError: If it cannot be computed.
+    """
+    index = weight_index(node)
+    found = steps_to_weight(node.inputs[index])
+    if found is None or node.op_type not in ("MatMul", "Gemm", "Conv", "Gather", "MatMulNBits"):
+        raise UnsupportedError(
+            f"{describe(node)}: its weight, the norms of which DoRA needs, cannot be computed; "
+            "train it with dora=False, or leave the layer out"
+        )
+    return evaluated(work, node, index, found[1])
 
 
 @finished_at_exit

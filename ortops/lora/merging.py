@@ -174,7 +174,7 @@ def _fold(
         else:
             each.replace_input_with(index, value)
     for unread in dict.fromkeys(old):
-        _drop(unread)
+        drop(unread)
 
 
 def _sum(layer: str, name: str | None, weight: Array, delta: Array, factor: Array) -> Array:
@@ -205,7 +205,7 @@ def _set(source: ir.Value, array: Array) -> None:
     node.attributes.add(ir.AttrTensor("value", tensor))
 
 
-def _drop(unused: ir.Value | None) -> None:
+def drop(unused: ir.Value | None) -> None:
     """Removes an unused value, and the nodes and constants that only it needed."""
     pending = [unused]
     while pending:

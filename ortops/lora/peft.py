@@ -153,9 +153,8 @@ def to_peft(
         key_a, key_b = _keys(name, layer.kind)
         tensors |= {key_a: np.ascontiguousarray(layer.a), key_b: np.ascontiguousarray(layer.b)}
         if layer.magnitude is not None:
-            m, axes = layer.magnitude, layer.a.ndim
-            shape = (1, -1, *(1 for _ in range(2, axes))) if axes > 2 else (-1,)
-            tensors[f"{_PREFIX}{name}.{_MAGNITUDE}"] = m.reshape(shape)
+            shape = (1, -1, *layer.b.shape[2:]) if layer.b.ndim > 2 else (-1,)
+            tensors[f"{_PREFIX}{name}.{_MAGNITUDE}"] = layer.magnitude.reshape(shape)
     content = dump_safetensors(tensors, {"format": "pt"})
     config = json.dumps(_written_config(adapter, written), indent=2)
     write_together(Path(folder), {_WEIGHTS: content, _CONFIG: f"{config}\n".encode()})

@@ -180,14 +180,10 @@ def _joined(name: str, layers: Mapping[str, PeftLayer], rslora: bool) -> PeftLay
     given = [layers[part] for part in order]
     spans = _spans(name, order, given)
     first = given[0]
-    magnitude = None
-    if any(each.magnitude is not None for each in given):
-        found = [each.magnitude for each in given if each.magnitude is not None]
-        magnitude = np.concatenate(found)
-        if len(magnitude) != spans[0][2]:
-            raise ModelError(
-                f"model: PEFT's layer '{name}' needs DoRA for all its parts; add the others"
-            )
+    found = [each.magnitude for each in given if each.magnitude is not None]
+    magnitude = np.concatenate(found) if found else None
+    if magnitude is not None and len(magnitude) != spans[0][2]:
+        raise ModelError(f"model: PEFT's '{name}' needs DoRA for all its parts; add the others")
     alike = all(each.alpha == first.alpha and np.array_equal(each.a, first.a) for each in given)
     rank = first.rank if alike else sum(each.rank for each in given)
     scale = scaling(first.rank, first.alpha, rslora=rslora)

@@ -111,11 +111,12 @@ class Target:
 def targets(work: ir.Model) -> list[Target]:
     """Returns the nodes that multiply by a weight, including those that cannot have an adapter."""
     found = [t for t in map(_target, all_nodes(work.graph)) if t is not None]
+    names = {target.module for target in found}
     groups: dict[object, list[list[Target]]] = {}
     for target in found:
         plain_name = re.sub(r"_[0-9]+$", "", target.module)
         near = [*groups.get(target.weight, ()), *groups.get(plain_name, ())]
-        calls = next((each for each in near if _is_call(target, each[0])), None)
+        calls = next((each for each in near if _is_call(target, each[0], names)), None)
         if calls is None:
             calls = list[Target]()
             groups.setdefault(target.weight, []).append(calls)
@@ -131,11 +132,12 @@ def targets(work: ir.Model) -> list[Target]:
     ]
 
 
-def _is_call(target: Target, first: Target) -> bool:
+def _is_call(target: Target, first: Target, names: Collection[str]) -> bool:
     """Whether a node is another call of the layer that a node before it was exported from.
 
     PyTorch's newer exporter gives both one name, but may store the weight twice. The older one
-    appends a number to a scope for each call, and starts it at the module that makes the call.
+    appends a number to a scope for each call, and starts it at the module that makes the call. It
+    counts all modules of a name, such as those in a ModuleDict, together, and the first has none.
     """
     if (target.kind, target.sizes) != (first.kind, first.sizes) or target.refused or first.refused:
         return False
@@ -143,6 +145,9 @@ def _is_call(target: Target, first: Target) -> bool:
         return False
     if target.weight is not first.weight and target.node.op_type == first.node.op_type:
         return target.module == first.module
+    without = [re.sub(r"_[0-9]+(?=\.|$)", "", each.module) for each in (target, first)]
+    if without[0] == without[1] in names:
+        return True
     pairs = zip(*(reversed(t.module.split(".")) for t in (target, first)), strict=False)
     return all(_is_numbered(new, old) or _is_numbered(old, new) for new, old in pairs)
 
