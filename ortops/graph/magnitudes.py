@@ -89,9 +89,10 @@ def with_given_scales(light: LightModel, adapter: Adapter | None) -> LightModel:
     inputs = [value for value in graph.input if value.name not in trained]
     tensors = list(graph.initializer)
     for module in modules:
-        m = numpy_helper.to_array(known[module.magnitude])
-        tensors.append(numpy_helper.from_array(np.ones_like(m), module.scale))
-        inputs.append(helper.make_tensor_value_info(module.scale, tensors[-1].data_type, m.shape))
+        m = known[module.magnitude]
+        ones = np.ones(m.dims, helper.tensor_dtype_to_np_dtype(m.data_type))
+        tensors.append(numpy_helper.from_array(ones, module.scale))
+        inputs.append(helper.make_tensor_value_info(module.scale, m.data_type, m.dims))
     _fill(graph, node=nodes, input=inputs, initializer=tensors)
     return result
 

@@ -200,8 +200,7 @@ def adapted(
             whole = whole_of(standard(target.module)) if is_fusing(model_type) else ""
             first = firsts.get((whole, r, own, target.x))
             a = first.a if first else a
-            layer = Layer(target.module, r, own, a, b, dora=dora, first=first)
-            layers[target.key] = layer
+            layer = layers[target.key] = Layer(target.module, r, own, a, b, dora=dora, first=first)
             if whole:
                 firsts.setdefault((whole, r, own, target.x), layer)
         layer.targets.append(target)

@@ -29,17 +29,13 @@ def remove_adapter(work: ir.Model, adapter: Adapter) -> dict[str, list[ir.Value]
     }
     found = {name: removed[name] for name in adapter.modules}
     for name, module in adapter.modules.items():
-        for parameter in {module.a, module.b} & graph.initializers.keys():  # A may be shared
+        others = {module.scale, module.magnitude, module.square} if module.dora else set[str]()
+        for parameter in ({module.a, module.b} | others) & graph.initializers.keys():  # A: shared
             value = graph.initializers.pop(parameter)
             if value.uses() or value.is_graph_output():
                 raise _refused(name, f"'{parameter}' has other readers")
-            graph.inputs.remove(value)
-        if module.dora:
-            for parameter in (module.scale, module.magnitude, module.square):
-                if parameter in graph.initializers:
-                    value = graph.initializers.pop(parameter)
-                    if value in graph.inputs:
-                        graph.inputs.remove(value)
+            if value in graph.inputs:
+                graph.inputs.remove(value)
     return found
 
 

@@ -132,7 +132,7 @@ def targets(work: ir.Model) -> list[Target]:
     ]
 
 
-def _is_call(target: Target, first: Target, names: Collection[str]) -> bool:
+def _is_call(target: Target, first: Target, names: Set[str]) -> bool:
     """Whether a node is another call of the layer that a node before it was exported from.
 
     PyTorch's newer exporter gives both one name, but may store the weight twice. The older one
@@ -146,15 +146,8 @@ def _is_call(target: Target, first: Target, names: Collection[str]) -> bool:
     if target.weight is not first.weight and target.node.op_type == first.node.op_type:
         return target.module == first.module
     without = [re.sub(r"_[0-9]+(?=\.|$)", "", each.module) for each in (target, first)]
-    if without[0] == without[1] in names:
-        return True
-    pairs = zip(*(reversed(t.module.split(".")) for t in (target, first)), strict=False)
-    return all(_is_numbered(new, old) or _is_numbered(old, new) for new, old in pairs)
-
-
-def _is_numbered(name: str, other: str) -> bool:
-    """Whether a part of a scope is another one, or this and a number."""
-    return re.fullmatch(rf"{re.escape(other)}(?:_[0-9]+)?", name) is not None
+    pairs = zip(*(reversed(name.split(".")) for name in without), strict=False)
+    return all(new == old for new, old in pairs) and not names.isdisjoint(without)
 
 
 def _is_stored_alike(target: Target, other: Target) -> bool:
