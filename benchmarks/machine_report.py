@@ -277,7 +277,8 @@ _NOTES: Mapping[str, str] = {
         "step; float32 without TF32."
     ),
     "cores": (
-        "On the CPU, as above. Two MPI ranks share the threads, and each takes half of the batch."
+        "On the CPU, as above. Two MPI ranks share the threads, and each takes half of the batch; "
+        "1x16 is one process with all threads, and the ratio that of the ranks to it."
     ),
 }
 """What the figures of a part are."""
@@ -393,32 +394,35 @@ def _speed_plan(providers: Sequence[str], device: str) -> Iterator[Measurement]:
 
 
 def _cores_plan(cores: int) -> Iterator[Measurement]:
-    counts = [count for count in THREADS if count <= cores]
-    for threads in (counts[-1], *counts[:-1]):
-        yield Measurement(
+    *fewer, most = (count for count in THREADS if count <= cores)
+    works = {name: {"work": name, "folder": f"{name}-1"} for name in CORES}
+
+    def scaling(name: str, threads: int) -> Measurement:
+        arguments = {**works[name], "provider": CPU, "threads": threads}
+        return Measurement(
+            *("cores", (name, str(threads)), "speed", arguments, (*_OURS, "torch"), 10)
+        )
+
+    def machine(threads: int) -> Measurement:
+        return Measurement(
             *("cores", ("machine", str(threads)), "products", {"threads": threads}),
             *(("onnxruntime", "onnxruntime-gpu", "torch"), 5),
         )
-    for name in CORES:
-        arguments = {"work": name, "folder": f"{name}-1"}
-        for threads in counts:
+
+    yield machine(most)
+    for name, arguments in works.items():
+        yield scaling(name, most)
+        if most > 1:
             yield Measurement(
                 "cores",
-                (name, str(threads)),
-                "speed",
-                {**arguments, "provider": CPU, "threads": threads},
-                (*_OURS, "torch"),
-                10,
-            )
-        if counts[-1] > 1:
-            yield Measurement(
-                "cores",
-                (name, f"2 MPI ranks of {counts[-1] // 2}"),
+                (name, f"2 MPI ranks of {most // 2}"),
                 "ranks",
-                {**arguments, "threads": counts[-1]},
+                {**arguments, "threads": most},
                 (*_OURS, "mpi4py", "mpich"),
                 10,
             )
+    yield from map(machine, fewer)
+    yield from (scaling(name, threads) for name in works for threads in fewer)
 
 
 def _short(provider: str) -> str:
@@ -539,6 +543,8 @@ class _Run:
         if "folder" in arguments:
             folder = re.sub(r"[^\w.-]+", "_", arguments["folder"])
             arguments["folder"] = str(Path(self.scratch, folder))
+        if name not in self.tried:  # one that is slow for once leaves time to the others
+            rest = min(rest, max(6 * wanted.least, rest / 2))
         print(f"{what} ...", file=sys.stderr, flush=True)
         self.tried[name] = rest
         result = self.start(wanted.function, arguments, rest, self.log)

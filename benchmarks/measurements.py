@@ -358,19 +358,28 @@ def speed(
 
 
 def ranks(folder: str, threads: int, work: str = "") -> Result:
-    """Times steps of two MPI processes with half of the batch and of the threads each.
+    """Times steps of two MPI processes with half of the batch and of the threads each, and of one.
 
     Args:
         folder: A workload that `speed` has written.
         threads: The number of threads of both processes together.
-        work: The name of the workload.
+        work: The name of the workload, which is written if it is not there yet.
+
+    Returns:
+        The median ``milliseconds`` by case, such as ``2x8``, and the ``ratio`` of two processes to
+        one by the case of the latter.
     """
-    from benchmarks import distributed
+    from benchmarks import distributed, measure, works
 
     if not distributed.mpiexec():
         return {"failed": "mpiexec was not found (pip install ortops[distributed])"}
-    case = f"2x{threads // 2}"
-    return {"milliseconds": {case: 1e3 * distributed.start(folder, case)["seconds"]}}
+    if not Path(folder, "task.json").exists():
+        Path(folder).mkdir(parents=True)
+        with measure.worker(threads) as submit:
+            submit(works.write, works.WORKS[work], folder, ["Adam"]).result()
+    two, one = f"2x{threads // 2}", f"1x{threads}"
+    found = {case: 1e3 * distributed.start(folder, case)["seconds"] for case in (two, one)}
+    return {"milliseconds": found, "ratio": {one: found[two] / found[one]}}
 
 
 def products(threads: int) -> Result:

@@ -4,6 +4,9 @@ Each function takes a classifier and returns it with the additional output ``att
 standard operators only, so that an explanation is served like a prediction, in any language and in
 a browser.
 
+Token ids have no gradient. What is explained is then the embedding that they choose, and the
+attribution is a score for each token: the sum over its embedding.
+
 The explained score is an element of each row of the model's first floating-point output, of shape
 [batch, classes]:
 
@@ -29,6 +32,7 @@ import onnx_ir as ir
 from ortops._common.arguments import boolean, number, text, whole_number
 from ortops._common.numbers import Array
 from ortops.derivatives.builder import Builder, for_each
+from ortops.engine.building.readers import readers
 from ortops.engine.lowering import infer_computed_types, lower_ir, normalize
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph import convert
@@ -78,13 +82,14 @@ def saliency(
         target: Which score is explained; see `ortops.attribution`.
         absolute: Whether to return absolute values, as the paper does.
         input: The name of the input to explain, or a list of names; by default, the first
-            floating-point input.
+            floating-point input, or else the first with token ids. Other inputs, such as an
+            attention mask, stay as they are.
         output: The name of the scores; by default, the first floating-point output. Logits are
             better than probabilities, whose gradients vanish for certain predictions.
 
     Returns:
-        A new model with an output ``attribution`` of the shape and dtype of the input;
-        ``attribution_<input>`` for each of several.
+        A new model with an output ``attribution`` of the shape and dtype of the input, or of the
+        shape of the ids; ``attribution_<input>`` for each of several.
 
     Raises:
         ArgumentError: If an argument is not valid.
@@ -129,8 +134,9 @@ def integrated_gradients(
             other.
         baseline: The input without information: a number, an array that is broadcast to the input,
             or ``"input"`` for an additional input ``baseline`` of the same shape, called
-            ``baseline_<input>`` for each of several. A dict has one for each input by name, 0 where
-            it lacks one.
+            ``baseline_<input>`` for each of several. A dict has one for each input by name, 0.0
+            where it lacks one. Of token ids, integers are ids, such as that of the padding, and
+            floats are elements of embeddings, such as the zeros by default.
         target: See `saliency`. The class is that of the input, not of the points.
         input: See `saliency`.
         output: See `saliency`.
@@ -339,24 +345,44 @@ class _Scene:
     ) -> None:
         if output is not None:
             text("output", output)
-        if isinstance(names, list | tuple):
-            if not names or len(set(names)) < len(names):
-                raise ArgumentError(f"input must name at least one input, each once, got {names!r}")
-            for name in names:
-                text("input", name)
-        elif names is not None:
-            text("input", names)
         self._model = normalize(convert.to_ir(convert.load_light(model)))
         infer_computed_types(self._model)
-        builder = Builder(self._model, names, output, arguments=("input", "output"))
+        self._ids: dict[str, tuple[ir.Value, ir.Value]] = {}
+        given = self._embedded(names)
+        builder = Builder(self._model, given, output, arguments=("input", "output"))
         self.tape = builder.tape
-        self.xs = builder.xs[: None if isinstance(names, list | tuple) else 1]
+        self.xs = builder.xs[: 1 if names is None else None]
         self.x, self._scores = self.xs[0], builder.ys[0]
         self.opset = self.tape.graph.opset_imports[""]
         self._nodes = list(self.tape.graph)
         with self.tape:
             self._classes = self._target(target)
             self.score = self._explained(self._scores)
+
+    def _embedded(self, names: str | Sequence[str] | None) -> Any:
+        """Returns names of tensors to explain: in place of inputs with token ids, embeddings."""
+        graph = self._model.graph
+        inputs = {v.name or "": v for v in graph.inputs if v.name not in graph.initializers}
+        if names is None and not any(map(is_float, inputs.values())):
+            names = next((name for name, value in inputs.items() if _embeddings(value)), None)
+        if names is None or not isinstance(names, str | list | tuple):
+            return names
+        found: list[Any] = [names] if isinstance(names, str) else [*names]
+        for place, name in enumerate(found):
+            if isinstance(name, str) and name in inputs and not is_float(inputs[name]):
+                made = _embeddings(inputs[name])
+                if len(made) != 1:
+                    raise ModelError(
+                        f"input: '{name}' is of type {inputs[name].type} and must be the ids of "
+                        f"one embedding, got {len(made)}; pass the name of a floating-point tensor"
+                    )
+                found[place] = made[0].name
+                self._ids[made[0].name or ""] = inputs[name], made[0]
+        return found
+
+    def _label(self, x: Tensor) -> str:
+        """Returns the name of an input to explain."""
+        return (self._ids[x.name][0].name if x.name in self._ids else x.name) or ""
 
     def _target(self, target: Target) -> Tensor | None:
         """Returns the explained class of each row [batch, 1]; None for scores without classes."""
@@ -392,16 +418,20 @@ class _Scene:
             tape: The tape of a subgraph, to which the model is copied.
             points: The other inputs.
         """
-        xs, scores = [x.value for x in self.xs], self._scores.value
-        nodes = nodes_between(self._nodes, xs, scores)
-        reached = dependent_values(nodes, xs)
-        copies = dict(zip(xs, (point.value for point in points), strict=True))
+        moved = {x.value: point.value for x, point in zip(self.xs, points, strict=True)}
+        return grad(self._explained(self._moved(tape, moved, self._scores.value)), list(points))
+
+    def _moved(self, tape: Tape, copies: dict[ir.Value, ir.Value], end: ir.Value) -> Tensor:
+        """Returns a tensor as the model computes it from other values than its own."""
+        starts = list(copies)
+        nodes = nodes_between(self._nodes, starts, end)
+        reached = dependent_values(nodes, starts)
         for node in nodes:
             if not reached.isdisjoint(node.outputs):
                 copy = copy_node(node, copies)
                 copies |= dict(zip(node.outputs, copy.outputs, strict=True))
                 tape.append(copy)
-        return grad(self._explained(tape.tensor(copies.get(scores, scores))), list(points))
+        return tape.tensor(copies.get(end, end))
 
     def _explained(self, scores: Tensor) -> Tensor:
         """Returns the sum of the explained scores."""
@@ -414,35 +444,42 @@ class _Scene:
         """Returns the baselines of integrated gradients, of the shapes of the inputs."""
         if not isinstance(given, Mapping):
             return [self._baseline(x, given) for x in self.xs]
-        names = [x.name for x in self.xs]
+        names = [self._label(x) for x in self.xs]
         for name in given:
             if name not in names:
                 raise ArgumentError(
                     f"baseline: '{name!s:.80}' is no input to explain; "
                     + did_you_mean(str(name), names)
                 )
-        return [self._baseline(x, given.get(x.name, 0.0)) for x in self.xs]
+        return [self._baseline(x, given.get(self._label(x), 0.0)) for x in self.xs]
 
     def _baseline(self, x: Tensor, given: Any) -> Tensor:
-        if isinstance(given, str) and given == "input":
-            name = "baseline" if len(self.xs) == 1 else f"baseline_{x.name}"
-            return reshape_like(self.tape.input(name, x.dtype, x.shape), x)
+        is_input = isinstance(given, str) and given == "input"
         try:
-            array: Array = np.asarray(given, np.float64)
+            array: Array = np.asarray(0 if is_input else given)
+            array = array if array.dtype.kind in "iu" else array.astype(np.float64)
         except (TypeError, ValueError) as error:
             raise ArgumentError(
                 f"baseline must be a number, an array or 'input', got {given!r:.80}"
             ) from error
-        dims = x.shape or ()
+        is_ids = array.dtype.kind in "iu" and x.name in self._ids
+        ids, embedding = self._ids[x.name] if is_ids else (x.value, x.value)
+        like = self.tape.tensor(ids)
+        dims = like.shape or ()
         fits = len(array.shape) <= len(dims) and all(
             size == 1 or dim == size or not isinstance(dim, int)
             for size, dim in zip(array.shape[::-1], dims[::-1], strict=False)
         )
         if not fits:
             raise ArgumentError(
-                f"baseline has the shape {list(array.shape)}, which cannot be broadcast to {x!r}"
+                f"baseline has the shape {list(array.shape)}, which cannot be broadcast to {like!r}"
             )
-        return op.Expand(array.astype(x.dtype), shape_of(x)).with_shape_of(x)
+        if is_input:
+            name = "baseline" if len(self.xs) == 1 else f"baseline_{self._label(x)}"
+            start = reshape_like(self.tape.input(name, like.dtype, like.shape), like)
+        else:
+            start = op.Expand(array.astype(like.dtype), shape_of(like)).with_shape_of(like)
+        return self._moved(self.tape, {ids: start.value}, embedding).with_shape_of(x)
 
     def layer(self, name: str | None) -> Tensor:
         """Returns the activations of a layer."""
@@ -509,10 +546,19 @@ class _Scene:
     def write(self, attributions: Sequence[Tensor]) -> onnx.ModelProto:
         """Returns the model with the attributions as its last outputs."""
         for x, attribution in zip(self.xs, attributions, strict=True):
-            name = "attribution" if len(self.xs) == 1 else f"attribution_{x.name}"
+            if x.name in self._ids:
+                attribution = op.ReduceSum(attribution, [-1], keepdims=0)
+            name = "attribution" if len(self.xs) == 1 else f"attribution_{self._label(x)}"
             self.tape.output(attribution, name)
         self._model.graph.opset_imports.setdefault(GRADIENT_DOMAIN, 1)
         return to_proto(lower_ir(self._model))
+
+
+def _embeddings(ids: ir.Value) -> list[ir.Value]:
+    """Returns the embeddings of token ids: rows of tables that are chosen by them alone."""
+    nodes = dict.fromkeys(reader.node for reader in readers(ids) if reader.index == 1)
+    made = (n.outputs[0] for n in nodes if n.op_type in ("Gather", "GatherBlockQuantized"))
+    return [value for value in made if is_float(value)]
 
 
 def _is_channels_last(value: ir.Value) -> bool:

@@ -7,12 +7,14 @@ resumed training continues in the middle of it. The learning rate of a step is t
 ``session.learning_rate`` is the learning rate of the next step.
 
 The same formula computes on numpy arrays and emits nodes for `ortops.Tensor`. A custom schedule is
-``Schedule(peak, factor)`` with a function of ``n``.
+``Schedule(peak, factor)`` with a function of ``n``; a function that an optimizer gets as learning
+rate is ``Schedule(1.0, function)``, the learning rate itself.
 
 With ``warmup=w`` the factor rises from 0 as ``n / w`` during the first ``w`` steps; a fraction
 below 1 means ``⌈w · steps⌉``, like ``warmup_ratio`` of Hugging Face's transformers. The schedule
 starts after the warm-up, with ``n - w`` in place of ``n``. In schedules with ``steps``, this is the
 total number of steps, including the warm-up; after these steps the factor stays at its last value.
+A warm-up that is longer is never finished.
 
 Without ``steps``, `ortops.TrainingSession.fit` sets it to the number of steps of the training, in
 the state ``schedule_steps``, and ``schedule_start`` to the number of steps before it. A call of fit
@@ -26,7 +28,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +44,7 @@ __all__ = [
     "exponential",
     "one_cycle",
     "polynomial",
+    "sequence",
     "step",
     "warmup_cosine",
     "warmup_linear",
@@ -108,6 +111,59 @@ class Schedule:
         n = np.asarray(finished_steps, np.float64)
         rates = self.peak * np.asarray(self.factor(n), np.float64)
         return rates if n.ndim else float(rates)
+
+
+LearningRate: TypeAlias = float | Schedule | Callable[[Any], Any]
+"""A learning rate, a schedule, or a function of the number of completed steps."""
+
+
+def schedule_of(rate: LearningRate) -> float | Schedule:
+    """Returns the schedule that a function of the number of completed steps means.
+
+    Raises:
+        ArgumentError: If it is a function of `ortops.schedules`, which makes schedules.
+
+    Example:
+        >>> schedule_of(lambda n: 0.1 * 0.5**n)(1)
+        0.05
+    """
+    if isinstance(rate, Schedule) or not callable(rate):
+        return rate
+    name = getattr(rate, "__name__", "")
+    if getattr(rate, "__module__", "") == __name__ and name in __all__:
+        raise ArgumentError(f"learning_rate must be a schedule, such as schedules.{name}(0.1, …)")
+    return Schedule(1.0, rate)
+
+
+def sequence(first: LearningRate, second: LearningRate, *, at: int) -> Schedule:
+    """The first schedule for ``at`` steps, then the second, which counts its steps from 0.
+
+    The peak is that of the first. Without ``steps``, the first takes ``at`` steps, and the second
+    the remaining ones of `fit`.
+
+    Args:
+        first: A schedule, a number, or a function of the number of completed steps.
+        second: The same, for the later steps.
+        at: The number of steps of the first.
+
+    Raises:
+        ArgumentError: If an argument is out of range, or the peak of the first is 0.
+
+    Source:
+        ``SequentialLR`` of PyTorch.
+
+    Example:
+        >>> both = sequence(constant(0.5, warmup=2), lambda n: 0.25 * 0.5**n, at=3)
+        >>> both(range(6)).tolist()
+        [0.0, 0.25, 0.5, 0.25, 0.125, 0.0625]
+    """
+    at = _count("sequence", "at", at, 1)
+    schedules = (schedule_of(each) for each in (first, second))
+    one, two = (e if isinstance(e, Schedule) else constant(e) for e in schedules)
+    if not one.peak:
+        raise ArgumentError("schedule sequence: the peak of the first schedule must be above 0")
+    text = f"sequence({one.description}, {two.description}, at={at})"
+    return Schedule(one.peak, _Sequence(one, two, at), text, two.needs_steps)
 
 
 def constant(peak: float, *, warmup: float = 0) -> Schedule:
@@ -376,6 +432,22 @@ class _Formula:
 
 
 @dataclass(frozen=True)
+class _Sequence:
+    """The factor of a schedule that follows another one; see `sequence`."""
+
+    first: Schedule
+    second: Schedule
+    at: int
+
+    def __call__(self, n: Any, steps: Any = None) -> Any:
+        xp, first, second = n.__array_namespace__(), self.first, self.second
+        length = (float(self.at),) if first.needs_steps else ()
+        rest = (xp.maximum(steps - self.at, 1.0),) if second.needs_steps else ()
+        later = second.factor(xp.maximum(n - self.at, 0.0), *rest) * (second.peak / first.peak)
+        return xp.where(n < self.at, first.factor(n, *length), later)
+
+
+@dataclass(frozen=True)
 class _Lengths:
     """The factor of a schedule whose arguments depend on the total number of steps.
 
@@ -396,21 +468,19 @@ class _Lengths:
 
     def known(self, steps: Any) -> _Formula:
         """Returns the factor for a total number of steps."""
-        warmup, rest = self.warmup, steps - self.warmup
+        warmup = self.warmup
         if 0 < warmup < 1:
             warmup = _rounded_up(warmup * steps)
-            rest = steps - warmup
-            rest = max(rest, 1) if isinstance(rest, int) else _largest(rest, 1.0)
+        rest = steps - warmup
+        if self.warmup:  # it may be longer than the training
+            known = isinstance(rest, int | float)
+            rest = max(rest, 1) if known else rest.__array_namespace__().maximum(rest, 1.0)
         return _Formula(self.of, self.arguments(rest, *self.given), warmup)
 
 
 def _rounded_up(value: Any) -> Any:
     """Returns the next integer; a Tensor for a Tensor."""
     return math.ceil(value) if isinstance(value, float) else value.__array_namespace__().ceil(value)
-
-
-def _largest(value: Any, bound: float) -> Any:
-    return value.__array_namespace__().maximum(value, bound)
 
 
 def _of_any_length(_: Any, *given: Any) -> tuple[Any, ...]:
@@ -537,14 +607,7 @@ _WITH_STEPS: Mapping[str, Callable[..., Schedule]] = {
 def _lengths(name: str, steps: int | None, warmup: float) -> tuple[int | None, float]:
     """Returns the total number of steps and the number of warm-up steps."""
     first = _warmup(name, warmup)
-    if steps is None:
-        return None, first
-    steps = _count(name, "steps", steps, 1)
-    if first >= steps:
-        raise ArgumentError(
-            f"schedule {name}: warmup must be less than steps ({steps}), got {warmup!r}"
-        )
-    return steps, first
+    return None if steps is None else _count(name, "steps", steps, 1), first
 
 
 def _warmup(name: str, value: Any) -> float:

@@ -15,8 +15,10 @@ import numpy.typing as npt
 import onnx
 
 from ortops import losses
-from ortops._common.numbers import cast_numbers, is_numeric
+from ortops._common.arguments import boolean, number
+from ortops._common.numbers import cast_numbers, integer, is_numeric
 from ortops._common.optional import missing_package
+from ortops.callbacks import EarlyStopping
 from ortops.engine.building.builder import build_training_model
 from ortops.engine.training.fit_options import OPTIONS
 from ortops.engine.training.session import TrainingSession
@@ -29,7 +31,9 @@ from ortops.optimizers import Optimizer, UpdateRule
 
 try:
     from scipy.special import expit  # type: ignore[import-untyped]
-    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, is_classifier
+    from sklearn.model_selection import train_test_split
+    from sklearn.utils import check_random_state
     from sklearn.utils.class_weight import compute_sample_weight
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
@@ -55,12 +59,16 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
     epochs: int = 10
     batch_size: int = 32
     shuffle: bool = True
-    seed: int = 0
+    random_state: int | np.random.RandomState | None = 0
     trainable: Sequence[str] | None = None
     batch_normalization: str = "auto"
     callbacks: Sequence[Any] = ()
     warm_start: bool = False
+    early_stopping: bool = False
+    validation_fraction: float = 0.1
     progress: bool = False
+
+    _score_of_epochs = "r2"
 
     # ----------------------------------------------------------------------------- training
 
@@ -82,6 +90,8 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
                 )
             self._weight = "sample_weight"
             loss = replace(loss, sample_weight=self._weight)
+        seed, draw = integer(self.random_state), check_random_state
+        self._seed = draw(self.random_state).randint(2**31 - 1) if seed is None else seed
         model = self.model(features, outputs) if callable(self.model) else self.model
         trainable = build_training_model(
             model,
@@ -89,7 +99,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
             optimizer=self.optimizer,
             trainable=self.trainable,
             batch_normalization=self.batch_normalization,  # type: ignore[arg-type]
-            seed=self.seed,
+            seed=self._seed,
         )
         self._open(trainable)
         self._built = self._of_algorithm()
@@ -140,11 +150,9 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
     def _train(self, X: Array, y: Array, epochs: int | None, weights: Array | None) -> None:
         """Trains; ``epochs`` is None for a part of the data."""
         self._set_rate(fresh=epochs is not None)
-        targets = rows_to(y, self.session_.inputs.axis_of(self._target))
-        data = {self._input: self._shaped(X), self._target: targets}
         if self._weight is not None:
             weights = np.ones(len(X)) if weights is None else weights
-            data[self._weight] = self._typed("sample_weight", weights, self._weight)
+            weights = self._typed("sample_weight", weights, self._weight)
         elif weights is not None:
             raise ArgumentError(
                 f"{type(self).__name__}: the training began without weights, so sample_weight must "
@@ -153,8 +161,28 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
         options: dict[str, Any] = {
             name: getattr(self, name) for name, each in OPTIONS.items() if each.in_estimators
         }
-        self.session_.fit(data, **(options | {"epochs": 1 if epochs is None else epochs}))
+        options |= {"epochs": 1 if epochs is None else epochs, "seed": self._seed}
+        rows = np.arange(len(X))
+        if boolean("early_stopping", self.early_stopping):
+            if epochs is None:
+                raise ArgumentError("early_stopping must be False for partial_fit, got True")
+            share = number("validation_fraction", self.validation_fraction, above=0, below=1)
+            strata = y if is_classifier(self) else None
+            rows, held = train_test_split(
+                rows, test_size=share, random_state=self._seed, stratify=strata
+            )
+            monitor = f"validation_{self._score_of_epochs}"
+            stop = EarlyStopping(10, monitor, minimum_change=1e-4, restore_best=True)
+            options["callbacks"] = [*self.callbacks, stop]
+            options |= {"validation": self._part(X, y, weights, held), "metrics": monitor[11:]}
+        self.session_.fit(self._part(X, y, weights, rows), **options)
         self.history_ = self.session_.history
+
+    def _part(self, X: Array, y: Array, weights: Array | None, rows: Array) -> dict[str, Array]:
+        """Returns some rows as data for a session."""
+        targets = rows_to(y[rows], self.session_.inputs.axis_of(self._target))
+        data = {self._input: self._shaped(X[rows]), self._target: targets}
+        return data if weights is None else data | {self._weight: weights[rows]}
 
     def _checked_weights(self, weights: Any, X: Array) -> Array | None:
         """Returns weights of rows, as scikit-learn's estimators check them."""
@@ -253,12 +281,17 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         epochs: The number of passes over the data in `fit`.
         batch_size: Rows per batch.
         shuffle: Whether to shuffle the rows before each epoch.
-        seed: The seed of shuffling and Dropout.
+        random_state: The seed of shuffling, Dropout and the rows that are set aside; or, as in
+            scikit-learn, a RandomState that draws one, or None for that of numpy.
         trainable: The weights to train (see `ortops.build_training_model`).
         batch_normalization: ``"auto"``, ``"train"`` or ``"frozen"`` (see there).
         callbacks: Callbacks, see `ortops.callbacks`.
         warm_start: Whether `fit` continues the previous training, with the current learning rate,
             epochs, batch size and callbacks; the parameters of the algorithm have to stay.
+        early_stopping: Whether `fit` sets rows of each class aside, stops when the accuracy on them
+            has not risen by 1e-4 for 10 epochs, and restores the best epoch; as in scikit-learn's
+            MLPClassifier.
+        validation_fraction: The fraction of the rows that are then set aside.
         progress: Whether to show progress.
         classes: The labels in the order of the model's outputs; by default the sorted labels that
             `fit` receives.
@@ -286,6 +319,8 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
     loss: LossLike = "SoftmaxCrossEntropy"
     classes: Sequence[Any] | None = None
     class_weight: Mapping[Any, float] | str | None = None
+
+    _score_of_epochs = "accuracy"
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxClassifier:
         """Trains the model.
@@ -440,12 +475,16 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
         epochs: The number of passes over the data in `fit`.
         batch_size: Rows per batch.
         shuffle: Whether to shuffle the rows before each epoch.
-        seed: The seed of shuffling and Dropout.
+        random_state: The seed of shuffling, Dropout and the rows that are set aside; or, as in
+            scikit-learn, a RandomState that draws one, or None for that of numpy.
         trainable: The weights to train (see `ortops.build_training_model`).
         batch_normalization: ``"auto"``, ``"train"`` or ``"frozen"`` (see there).
         callbacks: Callbacks, see `ortops.callbacks`.
         warm_start: Whether `fit` continues the previous training, with the current learning rate,
             epochs, batch size and callbacks; the parameters of the algorithm have to stay.
+        early_stopping: Whether `fit` sets rows aside, stops when R² on them has not risen by 1e-4
+            for 10 epochs, and restores the best epoch; as in scikit-learn's MLPRegressor.
+        validation_fraction: The fraction of the rows that are then set aside.
         progress: Whether to show progress.
 
     Attributes:

@@ -62,7 +62,7 @@ PACKAGES = {
         "test_gradient test_expansion test_official_cases test_lower test_rules_registry "
         "test_rules_control_flow test_rules_sequence test_rules_elementwise test_scale "
         "test_flex_attention test_tensor test_float_types test_onnx_node_cases test_masked_rows "
-        "test_passes",
+        "test_passes test_cotangents",
     ),
     "graph": package(
         "graph",
@@ -150,7 +150,7 @@ PACKAGES = {
     "derivatives": package(
         "derivatives",
         "test_derivatives test_derivatives_others test_per_sample test_vmap test_casadi "
-        "test_function* reliability/test_functions",
+        "test_function* test_cotangents reliability/test_functions",
     ),
     "conformance": package("conformance", "test_conformance test_conformance_peers"),
     "reference": package("reference", "test_reference test_conformance test_flex_attention"),
@@ -159,7 +159,7 @@ PACKAGES = {
         "test_cli test_check test_summary test_cli_data test_llm test_lora test_export_step "
         "test_weights_names test_surgery",
     ),
-    "distributed": package("distributed", "test_distributed reliability/test_fork"),
+    "distributed": package("distributed", "test_distributed* reliability/test_fork"),
     "attribution": package("attribution.py", "test_attribution"),
     "sklearn": package("sklearn.py", "test_sklearn_estimators"),
     "_common": package(
@@ -194,6 +194,12 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
+LEVELS = {
+    "./scripts/test": "not slow",
+    ".ci/run": "slow and not left_to_nightly",
+    "./scripts/nightly": "left_to_nightly",
+}
+"""What runs tests, and their marks; the line of a mutant names the first that kills it."""
 CACHE = ".cache"
 """Where tests in a copy of the checkout keep what other runs may use."""
 TIMEOUT = 3600
@@ -404,23 +410,22 @@ def main(arguments: list[str] | None = None) -> int:
 
     def judge(mutant: Mutant) -> tuple[str, str, float]:
         folder, tests = folders.get(), tests_of(mutant.path)
-        stages = [
-            ["-m", "not slow", *tests],
-            ["-m", "slow", *tests],
-            *([[]] if given.suite else []),
-        ]
+        stages = [(level, ["-m", marks, *tests]) for level, marks in LEVELS.items()]
+        stages += [("the whole suite", [])] * given.suite
         try:
             (folder / mutant.path).write_bytes(mutant.source())
             found, took = "", 0.0
             while stages and not found:
-                found, more = failure(folder, stage := stages.pop(0))
+                level, stage = stages.pop(0)
+                found, more = failure(folder, stage)
                 took += more
             shutil.copy(ROOT / mutant.path, folder / mutant.path)
             shutil.rmtree(folder / CACHE, ignore_errors=True)  # what the mutant made
             again = ["--last-failed", "--last-failed-no-failures=none", *stage]
             wrong = failure(folder, again)[0] if found else ""
             verdict = "UNCLEAR" if wrong else "killed" if found else "SURVIVED"
-            return verdict, f"{wrong}, without a mutant" if wrong else found, took
+            why = f"{wrong}, without a mutant" if wrong else f"{level}: {found}" if found else ""
+            return verdict, why, took
         finally:
             folders.put(folder)
 

@@ -114,7 +114,7 @@ def test_codes_stand_for_the_shares_of_the_paper() -> None:
     np.testing.assert_array_equal(both[3], codes)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("block", [64, 256, 2048])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(40, 130), (4096,), (3, 2, 1000)])

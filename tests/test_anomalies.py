@@ -71,6 +71,7 @@ CASES: dict[str, tuple[onnx.ModelProto, Arrays, list[str]]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "value"), [("x", np.nan), ("x", np.inf), ("targets", np.nan)])
 def test_data_that_are_not_finite(name: str, value: float) -> None:
     data = rows()

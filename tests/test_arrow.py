@@ -89,14 +89,14 @@ def test_training_equals_that_of_arrays(form: str, tmp_path: Path) -> None:
     expected = other.fit(in_memory, validation=in_memory, **given)
     for name, array in other.state.items():
         assert one.state[name].tobytes() == array.tobytes()
-    assert history.columns["validation_loss"] == expected.columns["validation_loss"]
+    assert history.history["validation_loss"] == expected.history["validation_loss"]
     found = one.predict(data, outputs="y", batch_size=7)
     np.testing.assert_array_equal(found, other.predict({"x": columns["x"]}, outputs="y"))
     as_text = one.evaluate(str(data) if isinstance(data, Path) else data, batch_size=9)["loss"]
     assert as_text == pytest.approx(other.evaluate(in_memory)["loss"], rel=1e-6)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("form", FORMS)
 def test_each_row_is_read_once_per_epoch(form: str, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_training_that_was_stopped_goes_on_with_equal_bits(
     for name, array in whole.state.items():
         assert part.state[name].tobytes() == array.tobytes()
     for name in ("loss", "validation_loss"):
-        assert resumed.columns[name] == history.columns[name]
+        assert resumed.history[name] == history.history[name]
 
 
 def test_validation_split_takes_the_last_rows(tmp_path: Path) -> None:
@@ -259,6 +259,7 @@ def missing(columns: dict[str, Any]) -> dict[str, Any]:
     return {name: [None, *list(c)[1:]] for name, c in columns.items()}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("write", "message"),
     [

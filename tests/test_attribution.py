@@ -211,7 +211,7 @@ def test_integrated_gradients_add_up_to_the_difference_of_scores() -> None:
     assert np.allclose(found, scores(IMAGES)[:, 2] - scores(start.copy())[:, 2], rtol=1e-3)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("opset", [21, 22, 24])
 @pytest.mark.parametrize("dtype", ["float", "double", "float16"])
 def test_noise_is_normally_distributed(opset: int, dtype: str) -> None:
@@ -383,10 +383,8 @@ def test_several_inputs_move_on_one_path() -> None:
 
 def test_wrong_lists_of_inputs() -> None:
     model = onnx.parser.parse_model(PRODUCT)
-    for given in ([], ["a", "a"]):
-        with pytest.raises(
-            ortops.ArgumentError, match="input must name at least one input, each once"
-        ):
+    for given, message in (([], "input is empty"), (["a", "a"], "input: 'a' is listed twice")):
+        with pytest.raises(ortops.ArgumentError, match=message):
             attribution.integrated_gradients(model, input=given)
     with pytest.raises(ortops.ArgumentError, match="baseline: 'c' is no input to explain; "):
         attribution.integrated_gradients(model, input=["a", "b"], baseline={"c": 1.0})

@@ -139,7 +139,7 @@ def test_convolution(case: str, bias: bool) -> None:
     assert "Conv" in kernels(check(convolution(**attributes), shapes))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_convolutions(seed: int) -> None:
     rng = np.random.default_rng(seed)

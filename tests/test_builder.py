@@ -290,7 +290,7 @@ def old_convolution(opset: int, ir_version: int = 6) -> onnx.ModelProto:
     return model
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("opset", "ir_version"), [(7, 3), (11, 6), (11, 3), (12, 7)])
 def test_older_models_are_converted_with_a_message(
     opset: int, ir_version: int, caplog: pytest.LogCaptureFixture
@@ -415,6 +415,7 @@ def with_function(*, training: bool) -> onnx.ModelProto:
     return model
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("training", [False, True])
 def test_functions_stay_and_are_trained_through(training: bool) -> None:
     model = with_function(training=training)

@@ -283,7 +283,7 @@ def test_a_prolonged_training_goes_on_from_the_best_epoch_that_was_restored(
     history = session.fit(data, epochs=7, callbacks=callbacks, resume=True, **options)
     assert "continues from the state of its best epoch, 3, which restore_best" in caplog.text
     assert len(history) == 7
-    losses = history.columns["validation_loss"]
+    losses = history.history["validation_loss"]
     assert best.best == min(losses)
     if best.best_epoch == 3:
         assert_same_arrays(dict(session.state), restored)
@@ -632,7 +632,7 @@ def test_json_lines_have_steps_and_epochs(tmp_path: Path) -> None:
     ]
     found = [line["loss"] for line in lines if line["event"] == "step"]
     assert found == [losses[1], losses[3], losses[6], losses[8]]
-    assert [line["loss"] for line in lines if line["event"] == "epoch"] == history.columns["loss"]
+    assert [line["loss"] for line in lines if line["event"] == "epoch"] == history.history["loss"]
 
 
 @pytest.mark.quick(1)
@@ -749,15 +749,15 @@ def test_numbers_of_numpy_reach_all_files(tmp_path: Path) -> None:
     options: dict[str, Any] = {"validation": data, "metrics": metrics, **QUIET}
     history = affine_session().fit(data, epochs=2, callbacks=callbacks, **options)
     third, tenth = float(np.float32(1 / 3)), float(np.float32(0.1))
-    assert history.columns["validation_narrow"] == [tenth, tenth]
+    assert history.history["validation_narrow"] == [tenth, tenth]
     assert {type(value) for entry in history for value in entry.values()} == {int, float}
     step, *_, epoch = map(strict, (tmp_path / "log.jsonl").read_text().splitlines())
     assert step["half"] == 0.5
     assert (epoch["third"], epoch["count"], epoch["none"]) == (third, 7, None)
     assert (epoch["validation_whole"], epoch["validation_undefined"]) == (3, None)
     found = TrainingSession(tmp_path / "a.onnx")
-    assert found.history.columns["third"] == [third, third]
-    assert found.history.columns["validation_narrow"] == [tenth, tenth]
+    assert found.history.history["third"] == [third, third]
+    assert found.history.history["validation_narrow"] == [tenth, tenth]
     states = [saved["state"] for saved in saved_states(tmp_path / "a.onnx", "Adding")]
     assert states == [{"best": 0.5, "seen": [3, 2.5], "ok": True}]
 
@@ -770,6 +770,7 @@ def saved_states(file: Path, kind: str) -> list[Any]:
     ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("event", ["on_begin", "on_step", "on_epoch"])
 def test_what_is_not_a_number_is_refused_by_the_name_of_the_callback(
     event: str, tmp_path: Path
@@ -1187,7 +1188,7 @@ def test_tensorboard_has_the_numbers_of_steps_and_epochs(tmp_path: Path) -> None
     assert {"epoch/loss", "epoch/validation_loss", "step/loss", "step/learning_rate"} <= set(found)
     assert [step for step, _ in found["epoch/loss"]] == [5, 10]
     values = [value for _, value in found["epoch/loss"]]
-    assert values == pytest.approx(history.columns["loss"], rel=1e-6)  # they are float32 there
+    assert values == pytest.approx(history.history["loss"], rel=1e-6)  # they are float32 there
     rows = [json.loads(line) for line in lines.path.read_text().splitlines()]
     expected = [(row["step"], row["loss"]) for row in rows if row["event"] == "step"]
     assert found["step/loss"] == expected
@@ -1514,6 +1515,7 @@ def test_a_schedule_in_the_model_is_refused() -> None:
         find_learning_rate(TrainingSession(model), affine_batch(4))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -121,6 +121,7 @@ def test_steps_are_those_without_chunks() -> None:
     np.testing.assert_allclose(*runs, rtol=1e-6)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("settings", "chunked"),
     [

@@ -140,11 +140,30 @@ def test_weights_of_rows_and_classes(folder, capsys):
     loss = json.loads(capsys.readouterr().out)["loss"]
     assert run("eval", "classes.onnx", "--data", "train.npz", *by_class, "--json") == 0
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(loss)
+    assert run("build", "model.onnx", "plain.onnx", *common[:2]) == 0
+    later = ("--data", "weighed.npz", "--sample-weight", "importance", "--quiet")
+    more = ("--validation", "0.2", "--epochs", "1")
+    assert run("train", "plain.onnx", *later, *more, "--save", "later.onnx") == 0
+    assert run(*weighed, *common, *more, "--save", "built.onnx") == 0
+    one, other = (ortops.TrainingSession(f"{name}.onnx") for name in ("later", "built"))
+    for name, array in one.state.items():
+        np.testing.assert_array_equal(array, other.state[name])
+    assert one.history[0]["validation_loss"] == other.history[0]["validation_loss"]
+    assert sorted(one.inputs) == ["labels", "points"]
+    capsys.readouterr()
+    found = []
+    for name, given in (("later", later[:4]), ("built", later[:2])):
+        assert run("eval", f"{name}.onnx", *given, "--json") == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
     assert run(*plain, "--class-weight", "balanced", *common, "--save", "balanced.onnx") == 0
     assert run(*plain, "--class-weight", "[1, two]", *common, "--save", "wrong.onnx") == 1
     assert "--class-weight must be balanced, or a weight" in capsys.readouterr().err
     assert run("eval", "rows.onnx", "--data", "weighed.npz", "--sample-weight", "a") == 1
-    assert "--sample-weight: 'rows.onnx' already has a loss" in capsys.readouterr().err
+    assert (
+        "--sample-weight: 'rows.onnx' is trainable and already determines this"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
@@ -169,7 +188,7 @@ def test_a_trainable_file_says_its_loss_itself(folder, capsys):
     assert run("build", "trainable.onnx", "again.onnx", "--loss", "SoftmaxCrossEntropy") == 1
     assert "'trainable.onnx' is already trainable" in capsys.readouterr().err
     assert run("eval", "trainable.onnx", *data, "--loss", "SoftmaxCrossEntropy") == 1
-    assert "already has a loss; omit --loss" in capsys.readouterr().err
+    assert "is trainable and already determines this; omit --loss" in capsys.readouterr().err
 
 
 def test_eval_of_a_model_without_training(folder, capsys):
@@ -791,7 +810,7 @@ def inputs(folder):
     return folder
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "command",
     [
@@ -846,7 +865,7 @@ def test_a_trainable_file_may_be_saved_in_itself(inputs):
     assert ortops.TrainingSession("trained.onnx").steps_done == 3 * steps
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "more",
     [

@@ -178,6 +178,7 @@ def half_batch(seed: int) -> Arrays:
     return {"x": x, "targets": rng.integers(-4, 5, (8, 2)).astype(np.float32)}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", ["joined", "apart"])
 @pytest.mark.parametrize("options", [{"clip_norm": 0.5}, {"clip_value": 0.25}])
 def test_gradients_of_float16_are_clipped_unscaled(options: dict[str, Any], way: str) -> None:

@@ -67,7 +67,7 @@ def mean_loss(session: TrainingSession, data: dict[str, Any]) -> float:
 
 
 @pytest.mark.nightly(15)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["lists", "tuple", "samples", "tuples", "dataset", "function"])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("batch_size", [1, 3, 32])
@@ -398,7 +398,7 @@ def test_lengths_of_a_function_of_samples_are_given() -> None:
 ARRAYS = {"tokens": np.zeros((2, 3), np.int64), "labels": np.zeros(2, np.int64)}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("data", "given", "message"),
     [

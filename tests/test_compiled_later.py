@@ -147,7 +147,7 @@ def test_some_updates_stay_standard(way: str) -> None:
     assert set(session.compiled) == {"b1", "b1.V"}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["Momentum", "Adam"])
 def test_gradients_that_are_fed(name: str, way: str) -> None:
@@ -383,7 +383,7 @@ def test_options_that_compiled_code_would_not_follow() -> None:
 
 
 @pytest.mark.nightly(7)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("anew")
 @pytest.mark.parametrize("harm", ["import", "library", "version", "code"])
 @pytest.mark.parametrize("way", WAYS)
@@ -495,6 +495,7 @@ def test_memory_is_that_of_standard_operators() -> None:
 # ----------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_compiled_updates_of_small_models_overwrite_their_variables(change: int) -> None:
     model = build(classifier(hidden=64), "Adam")

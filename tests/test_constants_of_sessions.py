@@ -207,7 +207,7 @@ def test_wrong_values(use: Any, message: str) -> None:
     assert session.step(batch()).keys() == {"loss", "y"}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
 def test_other_types(dtype: str) -> None:
     number = onnx.TensorProto.DataType.Value("DOUBLE" if dtype == "float64" else dtype.upper())

@@ -590,6 +590,7 @@ def test_sessions_see_what_was_read(form: str, accumulate: int, prefetch: int) -
     np.testing.assert_array_equal(predicted["x"], data["x"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["a sequence of batches", "a list", "a list of mappings"])
 def test_several_steps_see_what_was_read(form: str) -> None:
     data = affine_batch(ROWS)

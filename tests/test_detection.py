@@ -187,6 +187,7 @@ def focal_distribution(logits: Array, targets: Array) -> float:
     return total / numbers.size
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("squash", [None, "Softmax"])
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_distribution_focal_loss(axis: int, squash: str | None) -> None:

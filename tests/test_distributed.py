@@ -22,6 +22,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
+from test_entries import rows as heads
+from test_entries import two_heads
 from test_precision import BFLOAT16, batch, half, reshaped
 from training_models import (
     Arrays,
@@ -38,7 +40,14 @@ import ortops
 from ortops import TrainingSession
 from ortops.callbacks import Callback, Checkpoint, CSVLog, EarlyStopping
 from ortops.distributed import JoinedSession, join, mpi
-from ortops.errors import ArgumentError, DivergedError, FeedError, ModelError, OrtopsError
+from ortops.errors import (
+    ArgumentError,
+    DivergedError,
+    FeedError,
+    ModelError,
+    OrtopsError,
+    UnsupportedError,
+)
 
 ROOT = Path(__file__).parents[1]
 ROUNDING = 2e-6
@@ -185,9 +194,10 @@ def test_weights_of_rows_are_those_of_one_process(weights: Any, accumulate: int)
     arguments: dict[str, Any] = {"epochs": 2, "batch_size": 8, "accumulate": accumulate, **weights}
     alone = TrainingSession(model)
     history = alone.fit(data, progress=False, shuffle=False, **arguments)
-    sessions, histories = fit_joined(model, data, shuffle=False, **arguments)
-    assert_near(sessions[0], alone)
-    np.testing.assert_allclose(losses(histories[0]), losses(history), rtol=ROUNDING)
+    for file in (model, build(classifier(), loss="SoftmaxCrossEntropy")):
+        sessions, histories = fit_joined(file, data, shuffle=False, **arguments)
+        assert_near(sessions[0], alone)
+        np.testing.assert_allclose(losses(histories[0]), losses(history), rtol=ROUNDING)
 
 
 @pytest.mark.slow
@@ -341,6 +351,45 @@ def test_all_ways_of_making_steps_agree(way: str) -> None:
     for session, found in in_ranks(work):
         assert_near(session, alone)
         np.testing.assert_allclose(found, expected, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("way", ["in turn", "by hand"])
+def test_several_entries(way: str) -> None:
+    """Each makes the steps of one process; what one rank sets for another entry is noticed."""
+    model, data = two_heads(), heads(13)
+    options: dict[str, Any] = {"batch_size": 4, "entries": {"main": 2, "second": 1}}
+
+    def train(session: TrainingSession, part: slice) -> list[float]:
+        if way == "in turn":
+            return losses(session.fit(data, epochs=2, progress=False, **options))
+        own = {name: array[part] for name, array in data.items()}
+        found = [float(session.step(own, entry=each)["loss"]) for each in ("second", "main")]
+        session.apply(session.gradients(own, entry="second"), entry="second")
+        session.learning_rates["second"] = 0.5
+        return [*found, float(session.step(own, entry="second")["loss"])]
+
+    alone = TrainingSession(model)
+    expected = train(alone, slice(None))
+
+    def work(communicator: Thread) -> tuple[TrainingSession, list[float]]:
+        session = join(TrainingSession(model), communicator)
+        found = train(session, slice(communicator.rank, None, 2))
+        for make in (session.step, session.gradients):
+            with pytest.raises(UnsupportedError, match=r"runs 2 .* choose one with entry="):
+                make(data)
+        return session, found
+
+    for session, found in in_ranks(work):
+        assert_near(session, alone)
+        np.testing.assert_allclose(found, expected, rtol=ROUNDING)
+
+    def differently(communicator: Thread) -> None:
+        session = join(TrainingSession(model), communicator)
+        if communicator.rank:
+            session.learning_rates["second"] = 0.7
+        session.step(data, entry="main")
+
+    assert "rank 1 has set 'second.learning_rate' in state" in raised_in_all(differently)[1]
 
 
 @pytest.mark.quick(1)
@@ -928,6 +977,7 @@ def test_batches_without_common_rows_are_not_divided() -> None:
         )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("pooled", [False, True])
 def test_batches_with_time_along_axis_0_are_divided_along_axis_1(pooled: bool) -> None:
     """Also where only the targets tell which axis is that of the rows."""
@@ -1339,7 +1389,7 @@ def test_a_long_wait_is_said_once(
     assert said.startswith("join: rank 1 has waited for the other ranks for 80 s; if one of them ")
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", True])
 def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
     session = TrainingSession(build(classifier()))

@@ -87,7 +87,7 @@ CASES: dict[str, Case] = {
     ),
     "kernels in Python": (lambda: build(classifier()), DATA, {}, {"kernels": "python"}),
     "statistics": (lambda: build(normalizing(), seed=3), IMAGES, {"batch_size": 6}, {}),
-    "one of several entries": (two_entries, DATA, {}, {"entry": "other"}),
+    "several entries": (two_entries, DATA, {"entries": {"main": 1, "other": 2}}, {}),
 }
 DRAWS = ("statistics",)
 """Cases that differ from one process: they draw, and normalize each part by itself."""

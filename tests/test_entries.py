@@ -451,7 +451,7 @@ def test_fit_of_an_entry() -> None:
         for _ in range(2)
         for i in (0, 2, 4)
     ]
-    np.testing.assert_allclose(history.columns["loss"], np.reshape(losses, (2, 3)).mean(1), 1e-6)
+    np.testing.assert_allclose(history.history["loss"], np.reshape(losses, (2, 3)).mean(1), 1e-6)
     assert_same_arrays(dict(session.state), dict(other.state))
     assert session.steps_done == 0
     assert history[-1]["steps"] == 6
@@ -489,9 +489,9 @@ def test_learning_rates_with_turns(tmp_path: Path) -> None:
     settings: dict[str, Any] = {**FIT, "entries": {"main": 1, "second": 2}}
     whole = TrainingSession(model).fit(rows(10), epochs=2, **settings)
     # 5 batches: main, second, second, main, second; the second entry makes 3 steps an epoch.
-    assert whole.columns["second.learning_rate"] == pytest.approx([0.4 * 0.5**2, 0.4 * 0.5**5])
-    assert whole.columns["main.learning_rate"] == pytest.approx([0.01, 0.01])
-    assert whole.columns["learning_rate"] == whole.columns["main.learning_rate"]
+    assert whole.history["second.learning_rate"] == pytest.approx([0.4 * 0.5**2, 0.4 * 0.5**5])
+    assert whole.history["main.learning_rate"] == pytest.approx([0.01, 0.01])
+    assert whole.history["learning_rate"] == whole.history["main.learning_rate"]
     begun = TrainingSession(model)
     begun.fit(rows(10), epochs=2, max_steps=9, **settings)
     begun.save(tmp_path / "saved.onnx")
@@ -499,7 +499,7 @@ def test_learning_rates_with_turns(tmp_path: Path) -> None:
         rows(10), epochs=2, resume=True, **settings
     )
     for name in ("learning_rate", "main.learning_rate", "second.learning_rate"):
-        assert again.columns[name] == whole.columns[name]
+        assert again.history[name] == whole.history[name]
 
 
 def test_validation_with_turns() -> None:
@@ -550,7 +550,7 @@ def test_callbacks_see_the_entry_that_is_trained(tmp_path: Path) -> None:
     assert any("second.loss" in str(line) for line in lines)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -711,8 +711,8 @@ def test_each_entry_has_outputs_in_training_mode_of_its_own(entry: str) -> None:
     }
     found = TrainingSession(both).fit(data, entry=entry, **given)
     expected = TrainingSession(alone).fit(data, **given)
-    assert found.columns["accuracy"] == expected.columns["accuracy"]
-    assert found.columns["loss"] == pytest.approx(expected.columns["loss"], rel=1e-5)
+    assert found.history["accuracy"] == expected.history["accuracy"]
+    assert found.history["loss"] == pytest.approx(expected.history["loss"], rel=1e-5)
 
 
 def test_schedules_whose_length_fit_sets() -> None:

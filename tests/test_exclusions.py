@@ -89,8 +89,8 @@ def test_what_is_said_of_exclusions(caplog: pytest.LogCaptureFixture) -> None:
 def test_exclusions_that_are_refused() -> None:
     with all_violations() as checked:
         for patterns, message in (
-            (["*", "!ties"], "trainable: '!ties' excludes nothing, .* did you mean 'tied'?"),
-            (["!"], "trainable: '!' excludes nothing"),
+            (["*", "!ties"], "trainable: '!ties' excludes no initializer; did you mean 'tied'?"),
+            (["!"], "trainable: '!' excludes no initializer; "),
             (
                 ["one.bias", "!*.bias"],
                 "nothing of 'one.bias' is left to train, because 'one.bias' is",
@@ -100,8 +100,8 @@ def test_exclusions_that_are_refused() -> None:
             with checked(patterns), pytest.raises(ModelError, match=message):
                 trained(blocks(), patterns)
         for key, message in (
-            ("!tie", "groups: '!tie' excludes none of the parameters that are trained; did you"),
-            ("!*", "groups: '!\\*' excludes all of the parameters that are trained"),
+            ("!tie", "groups: '!tie' excludes no parameter that is trained; did you"),
+            ("!*", "groups: '!\\*' excludes every parameter that is trained"),
         ):
             with checked(key), pytest.raises(ModelError, match=message):
                 trained(blocks(), None, groups={key: {"learning_rate": 0.5}})

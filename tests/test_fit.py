@@ -225,6 +225,7 @@ def test_bad_arguments_are_found_before_training() -> None:
     assert session.steps_done == 0
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "number"),
     [("epochs", -1), ("epochs", 1.5), ("epochs", "3"), ("epochs", True), ("seed", -1)],
@@ -247,7 +248,7 @@ def test_batch_sizes_that_are_no_counts(size: Any) -> None:
     assert_same_arrays(dict(session.state), before)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -624,7 +625,7 @@ def test_the_rate_of_a_step_is_that_of_its_schedule() -> None:
         affine_batch(8), epochs=2, batch_size=2, callbacks=[Rates()], progress=False
     )
     np.testing.assert_allclose(rates, [0.5 * (1 - step / 8) for step in range(8)], rtol=1e-6)
-    assert history.columns["learning_rate"] == [rates[3], rates[7]]
+    assert history.history["learning_rate"] == [rates[3], rates[7]]
     with pytest.raises(OrtopsError, match="schedule: the model has the schedule "):
         session.fit(affine_batch(8), schedule=lambda done: 0.1, progress=False)
 
@@ -632,8 +633,8 @@ def test_the_rate_of_a_step_is_that_of_its_schedule() -> None:
 def test_a_history_is_a_list_and_a_table() -> None:
     history = History([{"loss": 1.25, "steps": 3, "seconds": 0.5}])
     history += [{"loss": 0.5, "steps": 6, "seconds": 1.0, "validation_loss": 0.75}]
-    assert history.columns["loss"] == [1.25, 0.5]
-    assert np.isnan(history.columns["validation_loss"][0])
+    assert history.history["loss"] == [1.25, 0.5]
+    assert np.isnan(history.history["validation_loss"][0])
     assert history.table().splitlines() == [
         "epoch  loss  steps  seconds  validation_loss",
         "    1  1.25      3      0.5              nan",
@@ -703,3 +704,31 @@ def test_a_batch_size_that_nodes_have_fixed_is_explained() -> None:
         build_training_model(free_batch(model), loss="MeanSquaredError", optimizer="SGD")
     )
     assert session.predict({"x": x})["y"].shape == (4, 2)
+
+
+def test_drop_last_leaves_out_a_smaller_batch() -> None:
+    """Other rows in each epoch, as the order is drawn before; the validation keeps all rows."""
+    data = affine_batch(11)
+    session, seen = affine_session(), []
+
+    class Rows(Callback):
+        def on_step(self, record: Any, session: Any) -> None:
+            seen.append((record.batch, record.batches, record.samples))
+
+    call: dict[str, Any] = {"batch_size": 4, "progress": False, "callbacks": [Rows()]}
+    history = session.fit(data, epochs=2, drop_last=True, validation=data, **call)
+    assert seen == [(1, 2, 4), (2, 2, 8)] * 2
+    assert session.steps_done == history[-1]["steps"] == 4
+    assert history[-1]["validation_loss"] == session.evaluate(data)["loss"]
+    expected = affine_session()
+    for epoch in (0, 1):
+        order = np.random.default_rng((0, 2 * epoch)).permutation(11)[:8]
+        for rows in (order[:4], order[4:]):
+            expected.step({name: array[rows] for name, array in data.items()})
+    assert_same_arrays(dict(session.state), dict(expected.state))
+    wrong = (([data], "got batches"), (affine_batch(3), "needs 4 rows, got 3"))
+    for given, message in wrong:
+        with pytest.raises(FeedError, match=message):
+            session.fit(given, drop_last=True, batch_size=4, progress=False)
+    with pytest.raises(OrtopsError, match="must have 2 batches, as in the training to resume"):
+        session.fit(data, epochs=3, resume=True, **call)

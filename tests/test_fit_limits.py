@@ -386,7 +386,7 @@ def test_best_model_also_of_a_part(tmp_path: Path) -> None:
     resumed = BestModel(tmp_path / "best.onnx")
     other = TrainingSession(tmp_path / "saved.onnx")
     history = other.fit(DATA, callbacks=[resumed], resume=True, **arguments())
-    assert resumed.best == min(value, *history.columns["validation_loss"])
+    assert resumed.best == min(value, *history.history["validation_loss"])
 
 
 def test_early_stopping_does_not_count_a_part() -> None:
@@ -469,7 +469,7 @@ def test_ranks_end_together(given: Any, monkeypatch: pytest.MonkeyPatch) -> None
     sessions, histories = fit_joined(model(), DATA, **settings)
     assert sessions[0].steps_done == sessions[1].steps_done < STEPS
     for name in ("steps", "validation_loss"):
-        assert histories[0].columns[name] == histories[1].columns[name]
+        assert histories[0].history[name] == histories[1].history[name]
     assert histories[0].validations == histories[1].validations
 
 

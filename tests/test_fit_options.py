@@ -88,7 +88,8 @@ def test_a_saved_argument_must_be_the_same_when_a_training_is_resumed() -> None:
 
 
 def test_a_file_has_the_saved_arguments_and_in_the_form_that_is_declared() -> None:
-    call = call_of(with_defaults({"group_by_length": [3, 4]}), None, None, "main: 1")
+    given = with_defaults({"group_by_length": [3, 4], "drop_last": True})
+    call = call_of(given, None, None, "main: 1")
     text = Position(EpochState(call, 1, 0, History(), 0, list)).text(0)
     found = {name: json.loads(text)[name] for name in SAVED.keys() - {"validation_split"}}
     assert found == {
@@ -99,4 +100,5 @@ def test_a_file_has_the_saved_arguments_and_in_the_form_that_is_declared() -> No
         "accumulate": 1,
         "entries": "main: 1",
         "group_by_length": True,
+        "drop_last": True,
     }

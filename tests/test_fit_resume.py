@@ -193,7 +193,7 @@ def test_n_more_epochs_or_those_that_were_begun() -> None:
     assert_same_arrays(dict(session.state), before)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -260,7 +260,7 @@ def test_another_number_of_epochs_in_the_middle_of_one(
     assert session.resume_state.position.epoch_state.call["epochs"] == EPOCHS
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("stop", "least", "message"),
     [
@@ -340,7 +340,7 @@ def test_a_schedule_of_epochs_sees_the_new_number_of_them() -> None:
     session.fit(rows(), **arguments(epochs=2, schedule=schedule))
     history = session.fit(rows(), resume=True, **arguments(epochs=4, schedule=schedule))
     assert seen == [0.0, 0.5, 0.5, 0.75]
-    np.testing.assert_allclose(history.columns["learning_rate"], [0.1, 0.05, 0.05, 0.025])
+    np.testing.assert_allclose(history.history["learning_rate"], [0.1, 0.05, 0.05, 0.025])
 
 
 @pytest.mark.quick(1)
@@ -386,7 +386,7 @@ def test_a_schedule_in_the_graph_holds_its_last_rate(
         assert_same((session, history), expected)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("change", ["learning rate", "variable", "nothing"])
 def test_the_message_after_an_interruption_names_no_file_of_another_state(
     change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -546,7 +546,7 @@ def test_a_position_without_a_field_is_refused() -> None:
         TrainingSession(model)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -646,6 +646,7 @@ def test_an_infinite_loss_in_a_window_is_found_before_its_step() -> None:
     assert session.steps_done == 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [0, 1.5])
 def test_accumulate_is_a_count(number: Any) -> None:
     session = TrainingSession(trainable())
@@ -684,10 +685,10 @@ def test_a_file_has_entries_as_they_are_when_it_is_saved(tmp_path: Path) -> None
 
     session = TrainingSession(trainable())
     history = session.fit(rows(), **arguments(epochs=5, callbacks=[Late()]))
-    losses = history.columns["loss"]
+    losses = history.history["loss"]
     for epoch in range(1, 6):
         found = TrainingSession(tmp_path / f"{epoch}.onnx").history
-        assert found.columns["loss"] == losses[:epoch]
+        assert found.history["loss"] == losses[:epoch]
         known = [entry["next"] for entry in found if "next" in entry]
         assert known == losses[1 : epoch - 1]
 
@@ -733,4 +734,4 @@ def test_numbers_that_a_callback_adds_to_the_history_are_saved(tmp_path: Path) -
     session.fit(rows(), **arguments(callbacks=[Add()]))
     session.save(tmp_path / "a.onnx")
     found = TrainingSession(tmp_path / "a.onnx").history
-    assert found.columns["share"][-1] == 1.0
+    assert found.history["share"][-1] == 1.0

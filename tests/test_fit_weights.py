@@ -237,7 +237,7 @@ def test_rows_without_weights_have_weight_1(caplog: pytest.LogCaptureFixture) ->
     same(one, other)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -267,19 +267,7 @@ def test_wrong_weights(arguments: Any, message: str) -> None:
         np.testing.assert_array_equal(array, made.state[name])
 
 
-def test_a_loss_without_weights() -> None:
-    made = session(SoftmaxCrossEntropy())
-    with pytest.raises(ArgumentError) as raised:
-        made.fit(rows(), sample_weight=weights(), progress=False)
-    assert str(raised.value) == (
-        "sample_weight needs a loss with weights of rows, which this model was built without; "
-        "build it with build_training_model(model, "
-        "loss=SoftmaxCrossEntropy(sample_weight='sample_weight'), …)"
-    )
-    with pytest.raises(
-        ArgumentError, match=r"class_weight needs a loss .*, or use weights= of the"
-    ):
-        made.evaluate(rows(), class_weight="balanced")
+def test_what_weights_do_not_fit() -> None:
     both = SoftmaxCrossEntropy(sample_weight="w") + MeanSquaredError(sample_weight="v")
     with pytest.raises(
         ArgumentError, match=r"one input .*, but the losses have 'w', 'v'; give the"
@@ -432,7 +420,7 @@ def test_balanced_classes_count_the_rows_that_are_trained() -> None:
     same(one, other)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -101,6 +101,7 @@ def test_the_cases_of_onnx() -> None:
             np.testing.assert_allclose(one, two, rtol=case.rtol, atol=1e-5, err_msg=case.name)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("modified", [False, True])
 def test_gradients_agree_with_the_reference(symbolic: bool, modified: bool) -> None:

@@ -37,6 +37,7 @@ def fit() -> onnx.ModelProto:
     return tape.model()
 
 
+@pytest.mark.quick(1)
 @scipy_optimize
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "near"), [(np.float64, 1e-8, 1e-7), (np.float32, 1e-2, 1e-2)]

@@ -271,6 +271,7 @@ def test_values_and_what_stays() -> None:
     assert np.any(gradients["w"])  # memory of its own
 
 
+@pytest.mark.quick(1)
 @pytest.mark.torch
 @pytest.mark.parametrize("way", ["joined", "apart"])
 def test_against_torch(way: str) -> None:
@@ -365,6 +366,7 @@ def test_dicts_are_applied() -> None:
     assert session.steps_done == 1
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -417,6 +419,7 @@ def test_a_reduced_step_returns_the_outputs_that_were_asked_for() -> None:
     assert list(session.step(affine_batch(), outputs=["loss"], reduce=len)) == ["loss"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", ["joined", "apart"])
 def test_gradients_that_overflow_skip_a_step(way: str) -> None:
     model = build(half(affine()), loss="MeanSquaredError")
@@ -456,6 +459,7 @@ def test_gradients_of_another_session() -> None:
 # ------------------------------------------------------------------------------------ reduce
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_reduce_changes_gradients_in_place(way: str) -> None:
     session = TrainingSession(squared(), **WAYS[way])
@@ -709,7 +713,7 @@ LOSSES_OF_SUMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("how", ["after", "plus", "sum", "left"])
 @pytest.mark.parametrize("loss", LOSSES_OF_SUMS)
 def test_a_sum_is_that_of_the_joined_batch(loss: str, how: str) -> None:

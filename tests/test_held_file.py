@@ -329,6 +329,7 @@ def opened(tmp_path: Path, *, beside: bool = False) -> tuple[ortops.TrainingSess
     return ortops.TrainingSession(path), tmp_path / "model.data"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])
 def test_reset_reads_what_another_file_took_the_place_of(beside: bool, tmp_path: Path) -> None:
     session, file = opened(tmp_path, beside=beside)
@@ -343,6 +344,7 @@ def test_reset_reads_what_another_file_took_the_place_of(beside: bool, tmp_path:
     assert [session.step(BATCH)["loss"] for _ in range(3)] == losses
 
 
+@pytest.mark.quick(2)
 @needs_held_files
 @pytest.mark.parametrize("damage", ["changed", "cut short"])
 @pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])

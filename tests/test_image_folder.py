@@ -304,6 +304,7 @@ def test_mixup_and_cutmix() -> None:
         assert share == pytest.approx(1 - of_other.mean())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])
 def test_mixed_labels(name: str) -> None:
     data = image_folder("photos", augment=name, seed=1)

@@ -54,7 +54,7 @@ COUNTING = {"Adafactor", "Muon", "Adam8bit", "LAMB"}
 
 
 @pytest.mark.nightly(18)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ema", [None, 0.9])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_infinite_entries_stay(optimizer: str, ema: float | None) -> None:

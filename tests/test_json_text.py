@@ -139,7 +139,7 @@ def test_the_header_of_safetensors(text: str, tmp_path: Path) -> None:
         read_safetensors(tmp_path / "a.safetensors")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("text", NESTED.values(), ids=NESTED)
 @pytest.mark.parametrize("key", ["ortops.train", "ortops.classes"])
 def test_notes_of_the_command_line(

@@ -131,12 +131,12 @@ def test_a_large_model_trains_saves_and_continues_alike(
     base = llama.write(tmp_path / "base", bits=bits)
     settings: dict[str, Any] = {"batch_size": 2, "progress": False}
     large = FineTuning(base, rank=2, learning_rate=0.01, recompute=2)
-    losses = large.fit(ROWS, epochs=3, **settings).columns["loss"]
+    losses = large.fit(ROWS, epochs=3, **settings).history["loss"]
     with monkeypatch.context() as patch:
         patch.setattr(loaded_model, "Settings", Settings)
         usual = FineTuning(base, rank=2, learning_rate=0.01)
         np.testing.assert_allclose(
-            losses, usual.fit(ROWS, epochs=3, **settings).columns["loss"], rtol=1e-5
+            losses, usual.fit(ROWS, epochs=3, **settings).history["loss"], rtol=1e-5
         )
     large.save(tmp_path / "tuned")
     assert len([*(tmp_path / "tuned").glob("model.onnx.*.data")]) == 1

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from chats import read_examples
 from violations import all_violations
 
 import ortops
@@ -22,7 +23,7 @@ from ortops.cli import main
 from ortops.engine.training.row_data import grouped
 from ortops.llm import FineTuning
 from ortops.llm.checking import check_folder
-from ortops.llm.examples import batch_of, example_of, read_examples
+from ortops.llm.examples import batch_of, example_of
 from ortops.llm.folder import open_folder
 from ortops.llm.tokenization import Tokenizer
 
@@ -118,8 +119,8 @@ def test_train_save_serve_and_continue(folder: Path, tmp_path: Path) -> None:
     before = tuning.evaluate(ROWS, batch_size=2)
     np.testing.assert_allclose(before["perplexity"], np.exp(before["loss"]), rtol=1e-6)
     history = tuning.fit(ROWS, epochs=10, batch_size=2, progress=False)
-    assert history.columns["steps"] == list(range(2, 22, 2))
-    losses = history.columns["loss"]
+    assert history.history["steps"] == list(range(2, 22, 2))
+    losses = history.history["loss"]
     assert losses[-1] < losses[0] / 2
 
     tuned = tmp_path / "tuned"
@@ -382,7 +383,7 @@ def test_data_sets_of_hugging_face(base: Path) -> None:
     whole = datasets.Dataset.from_list(rows)
     losses = [
         FineTuning(base, rank=1).fit(data, progress=False, validation=0.5)[-1]["loss"]
-        for data in (rows, whole, whole.with_format("numpy"), whole.to_iterable_dataset())
+        for data in (rows, whole, whole.with_format("numpy"))
     ]
     assert len(set(losses)) == 1
     tuning = FineTuning(base, rank=1)
@@ -454,7 +455,7 @@ def test_rows_are_truncated_and_left_out(caplog: pytest.LogCaptureFixture) -> No
         ),
         (
             {"input_ids": [1]},
-            "data must be the path of a file of JSON lines or Parquet, or rows, got dict",
+            "path of a file of JSON lines, JSON, CSV or Parquet, or rows, got dict",
         ),
     ],
 )
@@ -564,7 +565,7 @@ def test_the_command_with_a_schedule(base: Path, tmp_path: Path) -> None:
     command = ["tune", str(base), str(rows), "--rank", "1", "--targets", "*o_proj*", "--quiet"]
     command += ["--batch-size", "2", "--epochs", "2"]
     assert main([*command, "--learning-rate", rate, "--save", str(saved)]) == 0
-    assert FineTuning.load(saved).session.history.columns["steps"] == [3, 6]
+    assert FineTuning.load(saved).session.history.history["steps"] == [3, 6]
 
 
 # --------------------------------------------------------------------------- onnxruntime-genai
@@ -750,7 +751,7 @@ def test_padding_on_the_left(plain: FineTuning, tmp_path: Path) -> None:
         found += [
             tuning.fit(
                 [[1, 2, 3], [4, 5], [6, 7, 8, 1]], epochs=2, padding=side, progress=False
-            ).columns["loss"]
+            ).history["loss"]
         ]
     np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
     rows = [example_of([1, 2], [True, True]), example_of([3], [True])]
@@ -785,6 +786,9 @@ CHAT = [
 ]
 
 
+LAST = "<|assistant|>«<think>no</think>hi<|end|>»"
+
+
 def templated(base: Path, folder: Path, template: str) -> FineTuning:
     shutil.copytree(base, folder)
     (folder / "chat_template.jinja").write_text(template)
@@ -794,10 +798,11 @@ def templated(base: Path, folder: Path, template: str) -> FineTuning:
 @pytest.mark.slow
 def test_replies_whose_reasoning_is_removed_are_found(base: Path, tmp_path: Path) -> None:
     tuning = templated(base, tmp_path / "base", THINKING)
-    assert tuning.show([{"messages": CHAT}]).splitlines()[1] == (
-        "<|user|>hi<|end|><|assistant|>«ho<|end|>»<|user|>ho?<|end|><|assistant|>"
-        "«<think>no</think>hi<|end|>»"
-    )
+    shown = tuning.show([{"messages": CHAT}]).splitlines()
+    assert shown[1::2] == [
+        f"<|user|>hi<|end|><|assistant|>«ho<|end|>»<|user|>ho?<|end|>{LAST}",
+        "<|user|>hi<|end|><|assistant|>«<think>so</think>ho<|end|>»",
+    ]
     last = tuning.show([{"messages": CHAT}], train_on="completion").splitlines()[1]
     assert last.count("«") == 1
     assert last.endswith("«<think>no</think>hi<|end|>»")
@@ -830,6 +835,15 @@ def test_replies_that_cannot_be_found_are_said(
 ) -> None:
     template = THINKING.replace(".lstrip()", ".upper()")
     tuning = templated(base, tmp_path / "base", template)
+    assert tuning.show([{"messages": CHAT}]).splitlines()[1::2] == [
+        f"<|user|>hi<|end|><|assistant|>HO<|end|><|user|>ho?<|end|>{LAST}",
+        "<|user|>hi<|end|><|assistant|>«<think>so</think>ho<|end|>»",
+    ]
+    text = "1 replies that the chat template changes in longer chats are rows of their own"
+    assert text in caplog.text
+    counting = "{% if messages | length < 3 %}{{ messages | length }}{% endif %}"
+    counting += THINKING.replace("text.split('</think>')[-1].lstrip()", "text | length | string")
+    tuning = templated(base, tmp_path / "other", counting)
     assert tuning.show([{"messages": CHAT}]).count("«") == 1
     text = "1 rows have replies that the chat template changes: 1 replies are not trained"
     assert text in caplog.text

@@ -24,6 +24,7 @@ from ortops.llm.options import FOREIGN, OF_LOSS, SHARED_FIT, TUNING, TUNING_FIT
 from ortops.losses import DPO, NextToken
 from ortops.optimizers import Adam, AdamW, Lion
 
+PAGE = Path(ortops.__file__).parent / "docs" / "recipes.md"
 WORDS, SIZE = 7, 6
 ROWS = [
     {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, 3, 4, 5]},
@@ -119,6 +120,33 @@ def test_foreign_names_lead_to_ours(capsys: pytest.CaptureFixture[str]) -> None:
         FineTuning("none", epochs=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="fit has no argument 'clip_norm'; use clip_norm= of Fine"):
         FineTuning.fit("none", clip_norm=3)  # type: ignore[arg-type]
+
+
+def test_the_page_of_other_libraries_has_each_name_and_names_of_ours() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+?) \| (.+?) \| (.+) \|$", page, re.M)
+    signatures: dict[str, Any] = {
+        "FineTuning": inspect.signature(FineTuning).parameters,
+        "fit": {**inspect.signature(FineTuning.fit).parameters, **dict.fromkeys(SHARED_FIT)},
+    }
+    known, listed = {**vars(ortops.schedules), **vars(ortops.losses)}, set[str]()
+    with all_violations() as check:
+        for theirs, _, ours in rows:
+            with check(theirs):
+                names = re.findall(r"`(\w+)`", theirs)
+                listed |= {*names}
+                call, argument = re.findall(r"`(FineTuning|fit)\((\w+)=", ours)[0]
+                assert argument in signatures[call]
+                inner = re.findall(r"ortops\.\w+\.(\w+)\((?:[\w.-]+, )?(?:(\w+)=)?", ours)
+                for each, keyword in inner:
+                    assert not keyword or keyword in inspect.signature(known[each]).parameters
+                wanted = {keyword for _, keyword in inner} & {*OF_LOSS} or {argument}
+                assert {FOREIGN[name] for name in names} == wanted
+        with check("all"):
+            assert listed == {*FOREIGN}
+        with check("the same names"):
+            same = {*re.findall(r"`(\w+)`", page.partition("\n## Limits")[0].split("|\n\n")[-1])}
+            assert same <= {*TUNING, *OF_LOSS, *TUNING_FIT, *SHARED_FIT}
 
 
 @pytest.mark.slow
@@ -232,7 +260,7 @@ def test_a_recipe_is_torchs(folder: Path, weights: dict[str, np.ndarray], smooth
         torch.nn.utils.clip_grad_norm_([a, b], 0.05)
         optimizer.step()
     history = tuning.fit(ROWS, epochs, batch_size=2, shuffle=False, accumulate=2, progress=False)
-    np.testing.assert_allclose(history.columns["loss"], losses, rtol=2e-5)
+    np.testing.assert_allclose(history.history["loss"], losses, rtol=2e-5)
     assert losses[-1] < losses[0] - 0.01
 
 

@@ -13,7 +13,7 @@ from models import llama
 from ortops import ArgumentError, Tape, UnsupportedError, op
 from ortops.cli import main
 from ortops.llm import FineTuning
-from ortops.llm.batches import packed
+from ortops.llm.batches import joined, packed
 from ortops.llm.examples import batch_of, example_of
 
 ROWS = [[7, 8, 9, 10, 11, 3], [9, 10, 11], [20, 21, 22, 23], [5, 6, 5, 6, 7]]
@@ -64,9 +64,9 @@ def test_losses_and_gradients_are_those_of_separate_rows(mask: Any, tmp_path: Pa
         for name, array in tuning.session.parameters.items()
     }
     units = tuning._batches.read(ROWS, 10, "all")
-    joined = tuning._batches.pack(units, 10, tuning.session)
-    assert [row.lengths for (row,) in joined] == [(6, 4), (5, 3)]
-    (apart,), (together,) = (tuning._batches.of(each, 9) for each in (units, joined))
+    rows = tuning._batches.pack(units, 10, tuning.session)
+    assert [row.lengths for (row,) in rows] == [(6, 4), (5, 3)]
+    (apart,), (together,) = (tuning._batches.of(each, 9) for each in (units, rows))
     assert together["input_ids"].shape == (2, 10)
     expected, found = (tuning.session.gradients(batch) for batch in (apart, together))
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
@@ -121,16 +121,17 @@ def test_preferences_are_not_packed(tmp_path: Path) -> None:
 
 def test_rows_are_filled() -> None:
     rng = np.random.default_rng(0)
-    examples = [example_of(list(range(n)), [True] * n) for n in rng.integers(2, 30, 200)]
-    rows = packed(examples, 32)
-    assert sum(len(row.tokens) for row in rows) == sum(len(each.tokens) for each in examples)
-    assert max(len(row.tokens) for row in rows) <= 32
-    assert len(rows) <= 1.1 * sum(len(row.tokens) for row in rows) / 32
+    sizes = rng.integers(2, 30, 200)
+    rows = packed(sizes, 32)
+    assert sorted(place for row in rows for place in row) == list(range(200))
+    assert max(sizes[row].sum() for row in rows) <= 32
+    assert len(rows) <= 1.1 * sizes.sum() / 32
 
 
 def test_a_padded_batch_of_packed_rows() -> None:
     examples = [example_of([n, n + 1, n + 2], [True] * 3) for n in (10, 20)]
-    (row,) = packed(examples, 6)
+    assert packed([3, 3], 6) == [[0, 1]]
+    row = joined(examples)
     batch = batch_of([row, example_of([1, 2, 3, 4, 5, 6, 7, 8], [True] * 8)])
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 0, 1, 2, 2, 2]
     assert batch["segments"][0].tolist() == [1, 1, 1, 2, 2, 2, 0, 0]

@@ -57,7 +57,7 @@ def test_pruned_files_train_like_whole_ones(
     for folder in (whole, base):
         tuning = FineTuning(folder, rank=2, targets=targets, learning_rate=0.01)
         history = tuning.fit(ROWS, epochs=3, progress=False)
-        found.append((history.columns["loss"], tuning.generate([65], max_new_tokens=4)))
+        found.append((history.history["loss"], tuning.generate([65], max_new_tokens=4)))
     assert found[0] == found[1]
 
     tuning.save(tmp_path / "tuned")

@@ -355,7 +355,7 @@ def test_trains_as_peft_does_and_is_served(folder: Path, kind: str, tmp_path: Pa
         optimizer.step()
         expected.append(loss.item())
     history = tuning.fit(rows, epochs=6, shuffle=False, progress=False)
-    np.testing.assert_allclose(history.columns["loss"], expected, atol=1e-5)
+    np.testing.assert_allclose(history.history["loss"], expected, atol=1e-5)
 
     tuned = tmp_path / "tuned"
     tuning.save(tuned)
@@ -448,7 +448,7 @@ def test_merged_decoder_alone(tmp_path: Path) -> None:
         expected = model(**batch).loss.item()
     np.testing.assert_allclose(tuning.evaluate(rows)["loss"], expected, atol=1e-5)
     history = tuning.fit(rows, epochs=60, progress=False)
-    assert history.columns["loss"][-1] < expected / 3
+    assert history.history["loss"][-1] < expected / 3
     tuned = tmp_path / "tuned"
     tuning.save(tuned)
 

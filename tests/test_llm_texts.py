@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from chats import read_examples
 from violations import all_violations
 
 import ortops
@@ -27,8 +28,8 @@ from models import llama
 from ortops.cli import main
 from ortops.graph.limits import LIMITS
 from ortops.llm import FineTuning, rendering
-from ortops.llm.batches import packed
-from ortops.llm.examples import chat, read_examples
+from ortops.llm.batches import joined
+from ortops.llm.examples import chat
 from ortops.llm.folder import open_folder
 from ortops.llm.row_kinds import Comparisons, SequencePairs
 from ortops.llm.tokenization import Tokenizer
@@ -110,13 +111,13 @@ def test_no_text_decides_what_is_trained(tmp_path: Path) -> None:
             for text in texts:
                 with check((name, text)):
                     messages = conversation(text, "yes " + text, text, text)
-                    found, places = tokenizer.replies(messages)
+                    ((found, places),) = tokenizer.replies(messages).parts
                     expected = [change(each["content"]) for each in messages[1::2]]
                     if name == "json":
                         expected = [
                             json.dumps(e["content"], ensure_ascii=False) for e in messages[1::2]
                         ]
-                    assert [found[slice(*place)] for place in places] == expected
+                    assert [found[slice(*place[:2])] for place in places] == expected
                     whole = "".join(
                         f"<|user|>{one['content']}<|end|><|assistant|>{two}"
                         for one, two in zip(messages[::2], expected, strict=True)
@@ -125,7 +126,7 @@ def test_no_text_decides_what_is_trained(tmp_path: Path) -> None:
         tokenizer = Tokenizer(open_folder(files(tmp_path / "plain", chat_template=PLAIN)))
         for text in texts:
             with check(("plain", text)):
-                example, missing = chat(conversation(text, text), tokenizer, "assistant")
+                ((example,), missing, _) = chat(conversation(text, text), tokenizer, "assistant")
                 assert not missing
                 tokens, trained = example.tokens.tolist(), example.trained.tolist()
                 whole = f"<|user|>{text}<|end|><|assistant|>{text}<|end|>"
@@ -153,7 +154,7 @@ def test_masks_are_those_of_transformers(tmp_path: Path) -> None:
                         return_dict=True,
                         tokenize=True,
                     )
-                    example, _ = chat(messages, tokenizer, "assistant")
+                    (example,), *_ = chat(messages, tokenizer, "assistant")
                     assert example.tokens.tolist() == expected["input_ids"]
                     assert example.trained.astype(int).tolist() == expected["assistant_masks"]
 
@@ -179,7 +180,7 @@ def test_labels_are_trained_as_in_transformers(plain: FineTuning) -> None:
     scores = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = -(scores[0, 70] + scores[2, 72]) / 2
     np.testing.assert_allclose(plain.evaluate([row])["loss"], expected, rtol=1e-5)
-    packed_row = packed([example, example], 9)[0]
+    packed_row = joined([example, example])
     assert packed_row.labels.tolist() == row["labels"] * 2
     rows = (iter(row["input_ids"]) for _ in range(1))  # of a generator, the tokens of another
     assert plain._batches.read(rows, 9, "assistant")[0][0].tokens.tolist() == row["input_ids"]
@@ -357,8 +358,8 @@ def test_files_that_are_trusted_need_no_process(
         Tokenizer(folder)
     monkeypatch.setattr(LIMITS, "text_seconds", math.inf)
     tokenizer = Tokenizer(folder)
-    text, places = tokenizer.replies(conversation("a", "b"))
-    assert [text[slice(*place)] for place in places] == ["b<|end|>"]
+    ((text, places),) = tokenizer.replies(conversation("a", "b")).parts
+    assert [text[slice(*place[:2])] for place in places] == ["b<|end|>"]
     assert tokenizer.text(tokenizer.tokens("abc")) == "abc"
 
 
@@ -430,7 +431,7 @@ def test_data_are_blamed_for_what_only_they_do(plain: FineTuning, tmp_path: Path
                 pytest.raises(ortops.FeedError, match=f"data: row 2.*({message})"),
             ):
                 read_examples(rows, lambda each=each: each, train_on="assistant", max_length=9)
-    with pytest.raises(ortops.ArgumentError, match=r"prompt: the chat template fails"):
+    with pytest.raises(ortops.ArgumentError, match=r"prompt: a part of a content must be a text"):
         plain.generate([{"role": "user", "content": ["a"]}])
 
 
@@ -506,7 +507,7 @@ def test_the_log_says_each_thing_once(
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
     for _ in range(2):
         tuning.evaluate(file)
-    expected = "7 rows have replies that the chat template changes: 7 replies are not trained"
+    expected = "7 replies that the chat template changes in longer chats are rows of their own"
     assert [each.message for each in caplog.records if each.levelname == "WARNING"] == [expected]
 
     command = ["tune", str(folder), str(file), "--show", "--rank", "1"]

@@ -111,7 +111,7 @@ SIGMOIDS = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.torch
 @pytest.mark.parametrize("case", SIGMOIDS)
 def test_logits_of_sigmoids(case: str) -> None:
@@ -204,6 +204,7 @@ def test_a_part_of_the_prediction_that_holds_probabilities(body: str) -> None:
     assert str(raised.value).endswith("; name the logits with output='b'")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "body",
     [

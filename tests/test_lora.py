@@ -353,6 +353,7 @@ def losses_of(
     return [float(session.step(feeds)["loss"]) for _ in range(12)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_gradients_are_clipped_as_without_the_scaling_in_b(optimizer: str) -> None:
     model = one_layer(alpha=16)
@@ -481,7 +482,7 @@ def test_targets(targets: Any, layers: set[str]) -> None:
     assert {name.split(".lora_")[0] for name in values(found) if ".lora_" in name} == layers
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("head", ["lm_head", "embed_out"])
 @pytest.mark.parametrize("end", ["plain", "bias", "soft cap", "softmax", "Constant nodes", "last"])
 def test_all_linear_is_what_peft_means(head: str, end: str) -> None:

@@ -310,6 +310,7 @@ SAME: dict[str, Edit] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("edit", SAME.values(), ids=SAME)
 def test_what_makes_no_difference(edit: Edit, tmp_path: Path) -> None:
     path = written(lora.add(square(), rank=2), tmp_path / "a.onnx_adapter")

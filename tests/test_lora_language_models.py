@@ -6,6 +6,7 @@ computes is the oracle. Both compute in float32, so logits of some 1 differ by s
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import transformers
 from lora_models import outputs, values
 from running import plain_session
+from violations import all_violations
 
 import ortops
 from models import llama
@@ -229,3 +231,45 @@ def test_gpt2_has_layers_whose_weights_are_transposed(tmp_path: Path) -> None:
         expected = layer(torch.from_numpy(rows)).numpy()
     (y,) = plain_session(model).run(None, {"x": rows})
     np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("phi", {"self_attn.o_proj": "self_attn.dense"}),
+        (
+            "lfm2",
+            {
+                "self_attn.o_proj": "self_attn.out_proj",
+                "mlp.gate_proj": "feed_forward.w1",
+                "mlp.up_proj": "feed_forward.w3",
+                "mlp.down_proj": "feed_forward.w2",
+            },
+        ),
+    ],
+)
+def test_layers_have_the_names_of_their_model_in_transformers(
+    kind: str, names: dict[str, str], tmp_path: Path
+) -> None:
+    """Written for a type of model, and read into a model of onnxruntime-genai again."""
+    targets = [name.rpartition(".")[2] for name in names]
+    model = lora.add(llama.llama(layers=1), rank=2, targets=targets)
+    draw = np.random.default_rng(0).standard_normal
+    for tensor in model.graph.initializer:
+        if ".lora_" in tensor.name:
+            array = draw(tuple(tensor.dims)).astype(np.float32)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    lora.to_peft(model, tmp_path, model_type=kind)
+    written = {*safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")}
+    expected = {f"layers.0.{name}.lora_{part}" for name in names.values() for part in "AB"}
+    found = {"".join(re.findall(r"layers\.0\..*\.lora_[AB]", name)) for name in written}
+    assert found == expected
+    again = lora.from_peft(llama.llama(layers=1), tmp_path)
+    with all_violations() as check:
+        for name, array in values(model).items():
+            with check(name):
+                np.testing.assert_array_equal(values(again)[name], array)
+    lora.to_peft(again, tmp_path / "again", model_type=None)  # the names that were read
+    assert {
+        *safetensors.numpy.load_file(tmp_path / "again" / "adapter_model.safetensors")
+    } == written

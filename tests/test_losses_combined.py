@@ -341,7 +341,7 @@ CLASS_LOSSES = [
 ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("loss", CLASS_LOSSES, ids=lambda loss: loss.name)
 def test_labels_that_no_class_has_are_refused(loss: losses.Loss) -> None:
     session = trainer(loss)

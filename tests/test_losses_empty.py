@@ -69,7 +69,7 @@ OF_NOTHING = [
 
 
 @pytest.mark.nightly(22)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("name", "reduction"), OF_NOTHING)
 def test_a_loss_of_nothing_is_0_with_gradient_0(name: str, reduction: str, dtype: Any) -> None:
@@ -237,7 +237,7 @@ def test_an_optimizer_goes_on_as_with_gradients_of_0(kind: str) -> None:
     assert any((session.parameters[name] != array).any() for name, array in before.items())
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @every_kind
 def test_fit_goes_on_over_batches_of_nothing(kind: str) -> None:
     """The others have the losses, and the average, that they would have alone."""
@@ -258,7 +258,7 @@ def test_fit_goes_on_over_batches_of_nothing(kind: str) -> None:
     assert found[0]["steps"] == 4
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @every_kind
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 def test_averages_are_those_of_the_whole(kind: str, accumulate: int) -> None:
@@ -390,7 +390,7 @@ def test_the_average_of_a_sum_weighs_each_summand_by_what_counts() -> None:
     np.testing.assert_allclose(entry["loss"], expected, rtol=1e-6)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lowered", [False, True])
 def test_step_graphs_in_stock_onnxruntime(kind: str, lowered: bool) -> None:
@@ -447,7 +447,7 @@ def test_a_position_of_an_older_version_is_taken() -> None:
     assert found == expected
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["totals", "weights", "units"])
 def test_a_position_with_sums_of_other_losses_is_refused(name: str) -> None:
     data = [batch("ignored", ALL)] * 3

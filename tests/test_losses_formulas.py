@@ -228,7 +228,7 @@ def numeric_gradient(function: Callable[..., Any], ys: dict[str, Array], name: s
     return gradient
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients(case: str, dtype: Any) -> None:
@@ -381,7 +381,7 @@ def _gradient(y: Tensor, x: Tensor) -> Tensor:
 SMOOTH = [name for name in PARTS if name not in ("L1", "hinge", "Huber", "smooth L1")]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", SMOOTH)
 def test_second_derivatives(case: str) -> None:
     loss, tensors = PARTS[case]
@@ -399,6 +399,7 @@ def test_second_derivatives(case: str) -> None:
 FAR = np.array([[1e4, -1e4, 0.0], [-1e4, 1e4, 1e4]], np.float32)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("loss", "feeds", "value", "gradient"),
     [
@@ -567,6 +568,7 @@ def test_ctc_sums_over_all_alignments(label: list[int]) -> None:
     np.testing.assert_allclose(gradients["y"], expected, atol=1e-8)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("zero_infinity", [False, True])
 def test_ctc_of_a_target_that_does_not_fit(zero_infinity: bool) -> None:
     y = np.zeros((2, 2, 3), np.float32)
@@ -607,6 +609,7 @@ def test_ctc_of_sizes_that_only_a_run_tells(batch_first: bool) -> None:
     assert gradients["y"].item() == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("inputs", "targets"), [([4], [1]), ([3], [3])])
 def test_ctc_of_lengths_beyond_the_sizes(inputs: list[int], targets: list[int]) -> None:
     y = np.zeros((3, 1, 3), np.float32)
@@ -854,6 +857,7 @@ def test_independent_classes_are_not_those_of_a_softmax(loss: losses.Loss, inste
     )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("loss", "squash", "feeds", "formula"),
     [
@@ -899,6 +903,7 @@ def test_what_ends_a_model_is_seen(
     np.testing.assert_allclose(gradients["y"], expected, atol=1e-8)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("logit", [-30.0, -19.0, -5.0])
 def test_a_step_and_evaluate_have_the_same_precision(logit: float) -> None:
     """onnxruntime's Sigmoid is 0 for these logits, whose loss was 100 in evaluate."""

@@ -504,6 +504,7 @@ def test_ctc_of_random_sizes(seed: int) -> None:
 # -------------------------------------------------------------------------- where nothing counts
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_where_nothing_counts(reduction: Any, smoothing: float) -> None:

@@ -56,7 +56,7 @@ RESULTS: Mapping[str, dict[str, Any]] = {
         "missing": {},
         "difference": 1e-6,
     },
-    "ranks": {"milliseconds": {"2x8": 3.0}},
+    "ranks": {"milliseconds": {"2x8": 3.0, "1x16": 4.0}, "ratio": {"1x16": 0.75}},
     "products": {"products": {"A·B": {"onnxruntime": 300.0}}, "memory": 21.5},
 }
 
@@ -181,6 +181,28 @@ def test_each_part_has_a_share_of_the_time(tmp_path: Path, monkeypatch: pytest.M
     assert {each["part"] for each in report.measured} == set(PARTS)
 
 
+def test_a_measurement_without_end_leaves_time_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, double = [0.0], Double()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def hangs(
+        function: str, arguments: Mapping[str, Any], seconds: float, log: Path
+    ) -> dict[str, Any]:
+        is_first = function == "products" and arguments["threads"] == 16
+        now[0] += seconds if is_first else 1
+        found = double(function, arguments, seconds, log)
+        return {"failed": "slow", "ended": seconds} if is_first else found
+
+    report = run(tmp_path, 200, ["cores"], start=hangs)
+    failed = [each["row"] for each in report.measured if "failed" in each["result"]]
+    assert failed == [["machine", "16"]]
+    planned = [each for each in plan(MACHINE) if each.part == "cores" and not each.extra]
+    assert len(report.measured) == len(planned)
+    assert now[0] <= 200
+
+
 def test_the_plan_of_a_machine() -> None:
     usual = [each for each in plan(SIXTEEN) if not each.extra]
     assert list(dict.fromkeys(each.part for each in usual)) == list(PARTS)
@@ -198,11 +220,11 @@ def test_the_plan_of_a_machine() -> None:
     ]
     names = [each.arguments["work"].split()[0] for each in usual if each.part == "speed"]
     assert names == ["MLP", "LeNet", "BERT", "MobileNetV2", "GPT-2"]
-    threads = [each.arguments["threads"] for each in usual if each.part == "cores"]
-    assert threads[:5] == [16, 1, 2, 4, 8]
-    assert [each.row[1] for each in usual if each.row[0].startswith("GPT-2")][-1] == (
-        "2 MPI ranks of 8"
-    )
+    cores = [each.row for each in usual if each.part == "cores"]
+    first = [(name, how) for name in machine_report.CORES for how in ("16", "2 MPI ranks of 8")]
+    assert cores[:9] == [("machine", "16"), *first]  # the most informative first
+    assert {how for name, how in cores[9:] if name == "machine"} == {"1", "2", "4", "8"}
+    assert len(cores) == 9 + 4 * 5
     extra = [each for each in plan(SIXTEEN) if each.extra]
     assert any(each.arguments.get("compiled") for each in extra)
     assert {each.arguments.get("times") for each in extra} >= {1, 16}
@@ -462,7 +484,11 @@ def test_steps_of_two_ranks(tmp_path: Path) -> None:
     work = {"work": machine_report.SPEED[0], "folder": str(tmp_path / "mlp")}
     alone = measurements.speed(**work, provider=CPU, threads=1, quick=True)
     assert all(each > 0 for each in alone["milliseconds"].values())
-    assert list(measurements.ranks(work["folder"], 2)["milliseconds"]) == ["2x1"]
+    found = measurements.ranks(work["folder"], 2)
+    assert list(found["milliseconds"]) == ["2x1", "1x2"]
+    assert found["ratio"]["1x2"] > 0
+    anew = measurements.ranks(str(tmp_path / "anew"), 2, work["work"])
+    assert list(anew["milliseconds"]) == ["2x1", "1x2"]
 
 
 def test_a_process_says_why_it_failed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ CASES: dict[str, tuple[StreamingMetric, Array, Array]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.lists(st.integers(0, 40), max_size=6))
@@ -700,6 +700,7 @@ class Constant(StreamingMetric):
         return self.value
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
@@ -729,6 +730,7 @@ def test_results_are_floats_of_python(result: Any, expected: float) -> None:
         assert found == expected or (math.isnan(found) and math.isnan(expected))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "result",
     [None, "0.5", np.array("0.5"), 1j, np.complex64(1), [0.5], {}, 10**400, np.ma.masked],

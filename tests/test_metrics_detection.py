@@ -130,6 +130,7 @@ def scene(rng: np.random.Generator, images: int, classes: int) -> tuple[list[Arr
     return found, wanted
 
 
+@pytest.mark.quick(2)
 @pytest.mark.optional("pycocotools", "compare")
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_that_of_pycocotools(seed: int) -> None:

@@ -70,7 +70,7 @@ SQUARES = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("heads", [("a", "b"), ("b", "a"), ("number", "b", "share", "a", "yes")])
 def test_a_metric_has_a_number_for_each_head_that_it_fits(heads: tuple[str, ...]) -> None:
     found = measured(*heads, metrics=["accuracy"])
@@ -174,8 +174,8 @@ def test_fit_and_what_is_monitored(tmp_path: Path) -> None:
     early = EarlyStopping(9, "validation_acc_b")
     history = own.fit(data, validation=data, epochs=2, callbacks=[early], **options)
     names = {"acc_a", "acc_b", "r2"}
-    assert names | {f"validation_{name}" for name in names} <= history.columns.keys()
-    assert early.best == max(history.columns["validation_acc_b"])
+    assert names | {f"validation_{name}" for name in names} <= history.history.keys()
+    assert early.best == max(history.history["validation_acc_b"])
     steps = own.steps_done
     with pytest.raises(ArgumentError) as raised:
         own.fit(data, validation=data, callbacks=[EarlyStopping(9, "validation_acc")], **options)

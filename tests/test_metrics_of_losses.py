@@ -36,6 +36,7 @@ def f1_of(found: Any, labels: Any, classes: int) -> float:
     return float(np.mean(scores))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ignored", [-1, -100, 2])
 def test_ignored_labels_do_not_count(ignored: int) -> None:
     loss = losses.SoftmaxCrossEntropy(ignore_index=ignored)
@@ -57,6 +58,7 @@ def test_ignored_labels_do_not_count(ignored: int) -> None:
     assert found["perplexity"] == pytest.approx(np.exp(found["loss"]), rel=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("axis", [1, 2, -1])
 def test_classes_are_along_the_axis_of_the_loss(axis: int) -> None:
     shape = (3, 5) if axis == 1 else (5, 3)

@@ -185,6 +185,7 @@ def test_nodes_are_named_after_their_layer() -> None:
     assert {"conv1/Conv", "layer3.0/Add", "layer3.0.downsample.0/Conv", "fc/Gemm"} <= names
 
 
+@pytest.mark.quick(3)
 @every_model
 def test_seed_determines_the_weights(case: Case) -> None:
     assert case.build(seed=3) == case.build(seed=3)

@@ -233,7 +233,7 @@ def test_the_best_epoch_of_a_training() -> None:
         train_metrics=True,
         callbacks=list(best.values()),
     )
-    columns = history.columns
+    columns = history.history
     for name, callback in best.items():
         extreme = max if name.endswith("r2") else min
         assert callback.best == extreme(columns[name]), name
@@ -251,4 +251,4 @@ def test_summands_of_a_loss_are_minimized() -> None:
     data |= {name: np.zeros((4, 1), np.float32) for name in ("one", "two")}
     early = EarlyStopping(9, "validation_loss_accuracy")
     history = session.fit(data, validation=data, epochs=3, callbacks=[early], progress=False)
-    assert early.best == min(history.columns["validation_loss_accuracy"])
+    assert early.best == min(history.history["validation_loss_accuracy"])

@@ -83,7 +83,7 @@ def test_mutants_that_no_test_detects_survive(
     for expected in (
         "SURVIVED ortops/losses/loss.py:2: LIMIT = 1\n      1  ->  (2)\n",
         "killed   ortops/losses/loss.py:5: return -x\n      -x  ->  (x)\n",
-        " CPU-seconds; FAILED tests/test_losses.py::test_step - assert 1 == -1",
+        " CPU-seconds; ./scripts/test: FAILED tests/test_losses.py::test_step - assert 1 == -1",
         "\n1 killed, 1 survived, 0 unclear; ",
     ):
         assert expected in shown

@@ -90,7 +90,7 @@ def trained(model: onnx.ModelProto, settings: Settings, feeds: Any) -> tuple[Cou
     return Counter(spy.operators[-1]), losses
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str) -> None:
     body, gone = FORMS[form]

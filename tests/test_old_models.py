@@ -698,7 +698,7 @@ for name, case in CASES.items():
 
 
 @pytest.mark.nightly(31)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_forward_and_gradient(form: str) -> None:
     with all_violations() as check:

@@ -16,8 +16,8 @@ from ortops.engine.training.arrow import open_arrow
 from ortops.graph.files.opening import file_in_folder, open_regular
 from ortops.graph.limits import LIMITS
 from ortops.graph.safetensors import read_safetensors
-from ortops.llm.examples import rows_of
 from ortops.llm.folder import open_folder
+from ortops.llm.row_files import rows_of
 from ortops.llm.tokenization import Tokenizer
 from ortops.lora.adapter_file import read_adapter_file
 from ortops.weights.checkpoints import read_checkpoint

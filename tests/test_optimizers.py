@@ -139,7 +139,7 @@ def torchs_adam(
     return x
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("epsilon", [1e-8, 1e-3, 1.0])
 @pytest.mark.parametrize("decay", [None, 0.5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,15 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from violations import all_violations
 
 import ortops
 from models import echo, line, mlp
-from ortops import losses, metrics, op, optimizers
+from ortops import callbacks, losses, metrics, op, optimizers
+from ortops._common.other_names import CALLBACKS
+from ortops.callbacks import EarlyStopping
 from ortops.engine.building.builder import BuildSettings
+from ortops.optimizers import SGD, Adam
 
 BATCH = {"images": np.ones((4, 4), np.float32), "labels": np.array([0, 1, 2, 1])}
 
@@ -246,3 +251,39 @@ def test_weights_of_an_adapter_lead_to_merge() -> None:
     )
     with pytest.raises(ortops.ModelError, match=r"ortops\.lora\.merge"):
         own.inference_model(original=base)
+
+
+def test_arguments_and_callbacks_of_other_libraries_lead_to_ours() -> None:
+    own: Any = line.session()
+    fit = lambda name: own.fit(line.BATCH, **{name: 1})  # noqa: E731
+    cases: list[tuple[Any, list[str], str]] = [
+        (fit, ["load_best_model_at_end"], r"EarlyStopping\(restore_best=True\)"),
+        (fit, ["per_device_train_batch_size", "train_batch_size"], "batch_size="),
+        (fit, ["num_train_epochs", "max_epochs"], "epochs="),
+        (fit, ["warmup_steps", "lr_scheduler_type"], "learning_rate= of the optimizer"),
+        (fit, ["max_grad_norm", "gradient_clip_val"], "clip_norm="),
+        (fit, ["eval_strategy"], "validate_every="),
+        (fit, ["save_steps"], "Checkpoint"),
+        (lambda name: SGD(**{name: 1}), ["lr"], "learning_rate="),
+        (lambda name: Adam(**{name: 1}), ["eps"], "epsilon="),
+        (lambda name: Adam(**{name: 1}), ["betas"], "alpha= and beta="),
+        (lambda name: EarlyStopping(**{name: 1}), ["restore_best_weights"], "restore_best="),
+        (lambda name: EarlyStopping(**{name: 1}), ["min_delta"], "minimum_change="),
+        (lambda name: callbacks.BestModel(**{name: 1}), ["filepath"], "path first"),
+    ]
+    with all_violations() as check:
+        for call, names, remedy in cases:
+            for name in names:
+                with (
+                    check(name),
+                    pytest.raises(
+                        ortops.ArgumentError, match=f"has no argument '{name}'; .*{remedy}"
+                    ),
+                ):
+                    call(name)
+        for name, remedy in CALLBACKS.items():
+            with check(name), pytest.raises(AttributeError, match=re.escape(remedy)):
+                getattr(callbacks, name)
+    assert not hasattr(callbacks, "Unknown")
+    for name in re.findall(r"\b[A-Z]\w+", " ".join(CALLBACKS.values())):
+        assert hasattr(callbacks, name), name

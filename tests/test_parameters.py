@@ -521,6 +521,7 @@ MODES = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("constants", [False, True])
 @pytest.mark.parametrize("case", MODES)
 def test_batch_normalization(case: str, constants: bool, caplog: pytest.LogCaptureFixture) -> None:

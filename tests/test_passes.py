@@ -491,6 +491,7 @@ def test_own_rules_when_lowering(own: Own) -> None:
     np.testing.assert_allclose(slope, np.full(own.shape, 7))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("own", OWN.values(), ids=OWN)
 @pytest.mark.usefixtures("user")
 def test_own_rules_when_training(own: Own) -> None:

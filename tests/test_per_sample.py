@@ -139,7 +139,7 @@ def distance(y: Tensor, p: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     return ((y - targets) ** 2).mean(axis=1).sum() + (op.Unsqueeze(mask, [1]) * p).sum()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "loss",
     [

@@ -138,7 +138,7 @@ def test_a_resumed_training_goes_on_counting(stop: int, every: int | None, tmp_p
     settings = arguments(validate_every=every)
     whole = TrainingSession(model())
     wanted = whole.fit(DATA, callbacks=[ReduceLROnPlateau(1, 0.5)], **settings)
-    assert len(set(wanted.columns["learning_rate"])) > 2
+    assert len(set(wanted.history["learning_rate"])) > 2
     begun = TrainingSession(model())
     with pytest.raises(RuntimeError, match="killed"):
         begun.fit(DATA, callbacks=[ReduceLROnPlateau(1, 0.5), Quit()], **settings)
@@ -168,7 +168,7 @@ def test_the_rest_of_a_schedule_is_scaled() -> None:
     plateau = ReduceLROnPlateau(0, 0.1, "loss", mode="max", threshold=1e6)
     data = affine_batch(4)
     history = session.fit(data, epochs=3, callbacks=[plateau], progress=False, stop_on_nan=False)
-    assert history.columns["learning_rate"] == pytest.approx([0.4, 0.2, 0.01])
+    assert history.history["learning_rate"] == pytest.approx([0.4, 0.2, 0.01])
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_ranks_reduce_together() -> None:
         session = join(TrainingSession(plain), communicator)
         return session.fit(DATA, callbacks=[ReduceLROnPlateau(0, 0.5)], **arguments())
 
-    rates = [history.columns["learning_rate"] for history in in_ranks(work)]
+    rates = [history.history["learning_rate"] for history in in_ranks(work)]
     assert rates[0] == rates[1]
     assert rates[0][-1] < rates[0][0]
 

@@ -182,7 +182,7 @@ WAYS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_float16_steps(name: str, way: str) -> None:
@@ -234,7 +234,7 @@ def test_steps_that_are_exact_in_float16() -> None:
     ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bfloat16_steps(name: str) -> None:
     optimizer, oracle = OPTIMIZERS[name], Oracle(OPTIMIZERS[name], BFLOAT16)
@@ -571,7 +571,7 @@ def test_the_file_stays_float16(tmp_path: Path) -> None:
     assert {array.dtype.name for array in expected.values()} == {"float16"}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_graph_that_anything_follows(kind: int, lowered: bool) -> None:

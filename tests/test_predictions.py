@@ -297,6 +297,7 @@ def test_logits_inside_a_function() -> None:
     )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("axis", [-1, 2, None])
 def test_the_axis_of_the_classes(axis: int | None) -> None:
     tokens = RNG.normal(size=(2, 5, 4)).astype(np.float32)
@@ -339,7 +340,7 @@ def classes_at(p: Array, labels: Array) -> Array:
     return np.take_along_axis(p, np.expand_dims(labels, axis), axis)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("loss", ["SoftmaxCrossEntropy", "NegativeLogLikelihood", "Focal"])
 @pytest.mark.parametrize("move", MOVES)
 def test_the_axis_of_the_classes_is_followed(move: str, loss: str) -> None:

@@ -80,7 +80,7 @@ def torch_losses(
     return found, [tensor.detach().numpy() for tensor in tensors]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.optional("torch", "compare")
 @pytest.mark.parametrize(("beta", "smoothing"), [(0.1, 0.0), (2.0, 0.2)])
 @pytest.mark.parametrize("ending", ["", "softmax"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import threading
 from pathlib import Path
@@ -77,7 +76,6 @@ def test_they_are_a_mapping_of_python() -> None:
     session = session_with()
     found = session.properties
     assert dict(found) == GIVEN
-    assert copy.deepcopy(found) == GIVEN
     found["best"] = np.float32(0.5)
     found["epoch"] = np.array(3)
     found["large"] = np.int64(-(2**63))

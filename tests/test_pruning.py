@@ -90,6 +90,7 @@ def check(model: onnx.ModelProto, feeds: dict[str, np.ndarray], **settings: Any)
 IMAGES = {"images": floats(3, 1, 8, 8)}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "settings", [{}, {"within": "model"}, {"multiple": 8, "ratio": 0.4}, {"ratio": 0.95}]
 )
@@ -304,6 +305,17 @@ FIXED = {
         ],
         "computes with their number",
     ),
+    "a size that repeats a number": (
+        [
+            node("Shape", "h", "n"),
+            node("Gather", "n one", "c"),
+            node("Expand", "t c", "e"),
+            node("Unsqueeze", "e last", "u"),
+            node("Add", "h u", "g"),
+            node("Conv", "g k", "y"),
+        ],
+        "computes with their number",
+    ),
     "by index": ([node("Gather", "h idx", "g", axis=1), node("Conv", "g k2", "y")], "by index"),
     "padded": ([node("Pad", "h pads", "g"), node("Conv", "g k3", "y")], "pads"),
 }
@@ -319,6 +331,8 @@ def test_channels_that_must_stay(name: str) -> None:
         "k2": floats(2, 2, 1, 1),
         "k3": floats(2, 7, 1, 1),
         "one": ints(1),
+        "t": floats(1),
+        "last": ints(1, 2),
         "idx": ints(3, 1),
         "pads": ints(0, 1, 0, 0, 0, 0, 0, 0),
     }

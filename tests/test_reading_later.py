@@ -92,6 +92,7 @@ class SavesEpochs(Callback):
         session.model()
 
 
+WEIGHTS = np.linspace(0.0, 2.0, 40, dtype=np.float32)
 EACH = ["waits"]
 LATE = [*["step"] * 5, *["read"] * 10]
 """An epoch of five batches, whose losses and learning rates are read at its end."""
@@ -107,23 +108,36 @@ LATE = [*["step"] * 5, *["read"] * 10]
             {"stop_on_nan": False, "callbacks": [SavesEpochs()]},
             ["waits", *["step"] * 4, *["read"] * 8, *LATE],
         ),
+        (
+            {"stop_on_nan": False, "validation": ROWS, "validate_every": 2, "prefetch": 2},
+            ["waits", *["step"] * 4, *["read"] * 8, *LATE],
+        ),
+        (
+            {"stop_on_nan": False, "max_steps": 7, "sample_weight": WEIGHTS},
+            ["waits", *["step"] * 4, *["read"] * 12, "step", "step", *["read"] * 6],
+        ),
         ({"stop_on_nan": False, "callbacks": [Sees()]}, [*EACH * 10]),
         ({"stop_on_nan": False, "train_metrics": True, "metrics": ["accuracy"]}, [*EACH * 10]),
         ({"stop_on_nan": False, "detect_anomaly": True}, [*EACH * 10]),
     ],
-    ids=["by default", "late", "callback of epochs", "callback of steps", "metrics", "anomalies"],
+    ids=[
+        *("by default", "late", "callback of epochs", "validation", "a limit, weights"),
+        *("callback of steps", "metrics", "anomalies"),
+    ],
 )
 def test_fit_reads_what_somebody_reads(
     options: dict[str, Any], epochs: list[str], seen: list[str]
 ) -> None:
-    session = session_of()
+    weighs = "sample_weight" if "sample_weight" in options else None
+    loss = losses.SoftmaxCrossEntropy(sample_weight=weighs)
+    session = session_of(loss=loss)
     history = session.fit(ROWS, epochs=2, **QUIET, **options)
     assert seen == epochs
-    expected = session_of(Settings()).fit(ROWS, epochs=2, **QUIET, **options)
+    expected = session_of(Settings(), loss).fit(ROWS, epochs=2, **QUIET, **options)
     for one, two in zip(history, expected, strict=True):
         for name in two.keys() - {"seconds"}:
             np.testing.assert_allclose(one[name], two[name], rtol=1e-6, err_msg=name)
-    plain = session_of().fit(ROWS, epochs=2, **QUIET, **{**options, "stop_on_nan": True})
+    plain = session_of(loss=loss).fit(ROWS, epochs=2, **QUIET, **{**options, "stop_on_nan": True})
     assert history == plain  # the same bits
 
 

@@ -182,7 +182,7 @@ def chosen(widths: tuple[int, ...], count: int) -> list[str]:
     return found
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("widths", "layers"),
     [
@@ -246,6 +246,7 @@ def with_noise(x: Any) -> Any:
     return x + op.RandomNormalLike(x)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("randomly", [dropped, with_noise])
 def test_random_numbers_are_not_drawn_again(randomly: Any) -> None:
     rng = np.random.default_rng(0)
@@ -278,6 +279,7 @@ def test_a_name_of_no_result_of_the_forward_pass(parameter: str) -> None:
         TrainingSession(deep(), recompute=[parameter])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("given", [0, -1, True, "all", "Relu_output", [], ["y", 3], 1.5])
 def test_what_is_no_choice(given: Any) -> None:
     with pytest.raises(ArgumentError, match=r"must be a list of names of tensors to keep.*got"):

@@ -89,7 +89,7 @@ def compare(case: dot_test.Case) -> int:
     return min(2, case.orders)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @NEW
 @pytest.mark.parametrize("name", TABLES)
 def test_rules_agree_with_the_reference(name: str) -> None:

@@ -95,6 +95,7 @@ def test_training_takes_the_same_rows_of_all_arrays(shuffle: bool) -> None:
         np.testing.assert_allclose(weights[0], w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("batch_size", [2, 4, 5, 32])
 def test_outputs_and_targets_with_time_first(batch_size: int) -> None:
     data, y = time_data()

@@ -453,7 +453,7 @@ def test_a_network_of_an_older_opset_is_trained_like_one_of_version_22(
         history = session.fit(data, epochs=3, batch_size=5, progress=False)
         assert session.predict({"x": x}, outputs="p").shape == (12, 4, 2, 2)
         assert session.evaluate(data)["loss"] < history[0]["loss"]
-        found[opset, sizes] = history.columns["loss"]
+        found[opset, sizes] = history.history["loss"]
     for losses in found.values():
         np.testing.assert_allclose(losses, found[22, (3, 3)], rtol=1e-6)
 

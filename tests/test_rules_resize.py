@@ -106,6 +106,7 @@ FORMS = [
     case("one_axis", (2, 3, 4, 5), scales=[2.5], axes=[3], mode="linear", orders=2),
     case("axes", (2, 3, 4, 5), scales=[0.5, 2], axes=[3, 2], mode="cubic"),
     case("axes_sizes", (2, 3, 4, 5), sizes=[9, 3], axes=[3, 2], mode="linear"),
+    case("axes_from_the_end", (2, 3, 4, 5), sizes=[9, 3], axes=[-1, -2], mode="linear"),
     case("axes_roi", (2, 3, 4, 5), sizes=[9, 3], axes=[3, 2], mode="linear",
          coordinate_transformation_mode="tf_crop_and_resize", roi=[0.1, 0.2, 0.7, 1.3]),
     case("blocks_1d", (5,), scales=[3], orders=2),

@@ -181,6 +181,7 @@ def session(**options: Any) -> TrainingSession:
     return TrainingSession(build_training_model(line(), loss=loss, trainable=["w"], **options))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 100])
 def test_evaluate_is_scikit_learns_weighted_error_with_any_batches(batch_size: int) -> None:
     metrics = pytest.importorskip("sklearn.metrics")

@@ -107,6 +107,7 @@ def test_products_in_branches_stay() -> None:
     np.testing.assert_allclose(y, 2 * WIDE)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("symbol", ["batch", None])
 @pytest.mark.parametrize("ignore_index", [None, -100])
 def test_gradients_of_a_head(symbol: str | None, ignore_index: int | None) -> None:

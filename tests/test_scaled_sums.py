@@ -66,7 +66,7 @@ def test_which_sums(optimizer: Any, sums: int, others: str) -> None:
     assert names <= set(session.report().in_place)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "optimizer",
     [SGD(), Momentum(), Adagrad(), Adam(), AdamW(), AdamW(epsilon_after_correction=True)],

@@ -40,6 +40,10 @@ EACH = {
     "fraction": schedules.cosine(0.5, steps=20, warmup=0.26),
     "warmup_cosine": schedules.warmup_cosine(0.5, steps=20, warmup=6),
     "warmup_linear": schedules.warmup_linear(0.5, steps=20, warmup=6),
+    "sequence": schedules.sequence(
+        schedules.constant(0.5, warmup=4), schedules.cosine(0.3, steps=10), at=9
+    ),
+    "long warm-up": schedules.warmup_cosine(0.5, steps=9, warmup=20),
 }
 
 
@@ -83,6 +87,7 @@ def from_zero(n: int, warmup: int, rest: Callable[[int], float]) -> float:
             lambda n: from_zero(n, 6, lambda k: (1 + math.cos(math.pi * min(1.0, k / 14))) / 2),
         ),
         (EACH["warmup_linear"], lambda n: from_zero(n, 6, lambda k: max(0.0, 1 - k / 14))),
+        (EACH["long warm-up"], lambda n: from_zero(n, 20, lambda k: float(k < 1))),
     ],
     ids=lambda value: value.description if isinstance(value, Schedule) else "",
 )
@@ -240,8 +245,13 @@ def test_a_description_says_how_to_write_it() -> None:
             "cosine: restarts must be an integer >= 0 and <= 9223372036854775807, got 'x'",
         ),
         (
-            lambda: schedules.warmup_cosine(1, steps=10, warmup=10),
-            "schedule warmup_cosine: warmup must be less than steps (10), got 10",
+            lambda: schedules.sequence(0.0, 0.1, at=3),
+            "the peak of the first schedule must be above",
+        ),
+        (lambda: schedules.sequence(0.1, 0.1, at=0), "sequence: at must be an integer >= 1"),
+        (
+            lambda: SGD(schedules.cosine),
+            "learning_rate must be a schedule, such as schedules.cosine(0.1, …)",
         ),
         (
             lambda: schedules.one_cycle(1, steps=3, rise=0.3),
@@ -291,6 +301,7 @@ def test_steps_follow_the_formula(name: str, joined: bool) -> None:
     assert session.peak_learning_rate == session.state["learning_rate"] == 0.5
 
 
+@pytest.mark.quick(1)
 @pytest.mark.torch
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_training_follows_torchs_schedule(joined: bool) -> None:
@@ -415,7 +426,7 @@ def test_a_plateau_scales_the_peak() -> None:
     data = [batch(number) for number in range(3)]
     history = session.fit(data, epochs=3, callbacks=[plateau], progress=False)
     wanted = EACH["cosine"](np.array([2, 5, 8])) * [1, 1, 0.1]
-    np.testing.assert_allclose(history.columns["learning_rate"], wanted, rtol=1e-6)
+    np.testing.assert_allclose(history.history["learning_rate"], wanted, rtol=1e-6)
     assert session.peak_learning_rate == pytest.approx(0.005)
 
 
@@ -513,3 +524,76 @@ def test_schedules_of_other_arguments_differ() -> None:
     assert len(set(EACH.values())) == len(EACH)
     assert schedules.cosine(0.5, steps=20) != schedules.cosine(0.5, steps=21)
     assert schedules.cosine(0.5, steps=20) != schedules.cosine(0.4, steps=20)
+
+
+# --------------------------------------------------------------- functions, and one after another
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_functions_and_sequences_are_those_of_torch() -> None:
+    """Also in the session's graph, after it was saved, scaled and reset."""
+    import torch
+    from torch.optim import lr_scheduler
+
+    weight = torch.zeros(1, requires_grad=True)
+
+    def rates_of(make: Callable[[Any], Any], base: float) -> list[float]:
+        optimizer = torch.optim.SGD([weight], lr=base)
+        scheduler, found = make(optimizer), []
+        for _ in range(12):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return found
+
+    def after(optimizer: Any) -> Any:
+        parts = [
+            lr_scheduler.LinearLR(optimizer, 1e-9, total_iters=3),
+            lr_scheduler.CosineAnnealingLR(optimizer, T_max=6),
+        ]
+        return lr_scheduler.SequentialLR(optimizer, parts, milestones=[5])
+
+    falling = lambda n: 0.4 * 0.8**n  # noqa: E731
+    warm = schedules.constant(0.4, warmup=3)
+    cases: list[tuple[Any, list[float]]] = [
+        (falling, rates_of(lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.8**n), 0.4)),
+        (
+            schedules.sequence(warm, schedules.cosine(0.4, steps=6), at=5),
+            rates_of(after, 0.4),
+        ),
+    ]
+    for rate, expected in cases:
+        session = TrainingSession(trainable(SGD(rate)))
+        found = []
+        for number in range(12):
+            found.append(session.learning_rate)
+            session.step(batch(0))
+            if number == 6:
+                session = TrainingSession(session.model())
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-8)
+        session.reset()
+        assert session.learning_rate == pytest.approx(expected[0], abs=1e-8)
+        session.peak_learning_rate *= 0.5
+        session.step(batch(0))
+        assert session.learning_rate == pytest.approx(expected[1] / 2, rel=1e-6)
+    assert TrainingSession(trainable(SGD(falling))).peak_learning_rate == 1.0
+
+
+@pytest.mark.slow
+def test_sequences_of_the_steps_of_fit() -> None:
+    """The first has `at` steps, the second those that are left."""
+    rate = schedules.sequence(schedules.polynomial(0.4), schedules.polynomial(0.2), at=4)
+    session = TrainingSession(trainable(SGD(rate)))
+    history = session.fit([batch(0)] * 4, epochs=3, progress=False)
+    assert history[0]["learning_rate"] == pytest.approx(0.1)  # 0.4 · (1 - 3 / 4)
+    assert history[1]["learning_rate"] == pytest.approx(0.2 * 5 / 8)
+    assert history[2]["learning_rate"] == pytest.approx(0.2 * 1 / 8)
+    again = session.fit([batch(0)] * 4, epochs=1, progress=False)
+    assert again[0]["learning_rate"] == pytest.approx(0.1)
+
+
+def test_functions_that_cannot_be_written_into_a_graph() -> None:
+    for function in (lambda n: 0.1 if n < 5 else 0.01, math.cos, lambda n: None):
+        with pytest.raises(ModelError, match=r"schedule .*: .*(Tensor|None)"):
+            trainable(SGD(function))

@@ -418,14 +418,14 @@ def test_pickles_and_clones_with_everything(iris, callback, tmp_path, monkeypatc
             np.testing.assert_array_equal(other.fit(X, y).predict_proba(X), expected)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int64])
 def test_counts_may_be_integers_of_numpy(kind):
     X, y = np.zeros((300, 2), np.float32), np.arange(300.0)
     found = ortops.sklearn.OnnxRegressor(
-        typed_model("float32"), epochs=kind(2), batch_size=kind(100), seed=kind(3)
+        typed_model("float32"), epochs=kind(2), batch_size=kind(100), random_state=kind(3)
     ).fit(X, y)
     plain = ortops.sklearn.OnnxRegressor(
-        typed_model("float32"), epochs=2, batch_size=100, seed=3
+        typed_model("float32"), epochs=2, batch_size=100, random_state=3
     ).fit(X, y)
     assert [entry["loss"] for entry in found.history_] == [e["loss"] for e in plain.history_]

@@ -280,6 +280,7 @@ def test_float64(name: str) -> None:
     check(converted(fitted(name), WIDE, zipmap=False), inputs_of(name))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["LogisticRegression-2", "LogisticRegression-3", "GaussianNB"])
 def test_without_zipmap(name: str) -> None:
     proto = converted(fitted(name), NARROW, zipmap=False)
@@ -331,6 +332,7 @@ STEPS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_have_the_derivative_zero(name: str) -> None:
     """Bins, and neighbours of equal weight, change at once, or not at all."""

@@ -31,7 +31,7 @@ def session(loss: Any, end: str = "Softmax", dtype: Any = F) -> TrainingSession:
 SOFT_LOSS = SoftmaxCrossEntropy(probabilities=True)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("end", ["Softmax", "LogSoftmax", ""])
 @pytest.mark.parametrize("kind", ["soft", "one-hot"])
 def test_gradients_are_those_of_keras_and_torch(kind: str, end: str) -> None:

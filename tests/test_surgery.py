@@ -183,6 +183,11 @@ HEADS: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray], dict[str, li
         {"w": floats(6, 3), "s": ints(0, 3, 1), "t": ints(-1, 3)},
         {"w": [6, 5], "s": None, "t": None},
     ),
+    "reshaped behind an axis of 1": (
+        [node("Gemm", "x w", "g"), node("Reshape", "g s", "r"), node("Reshape", "r t", "y")],
+        {"w": floats(6, 3), "s": ints(0, 1, 3), "t": ints(-1, 3)},
+        {"w": [6, 5], "s": None, "t": None},
+    ),
     "squeezed, expanded, clipped": (
         [
             node("Unsqueeze", "x zero", "u"),
@@ -680,7 +685,7 @@ RECURRENT = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_constant_initial_states(kind: str, batch: int) -> None:

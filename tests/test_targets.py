@@ -96,6 +96,7 @@ def test_steps_are_the_same(name: str) -> None:
     onnx.checker.check_model(graphs["by default"], full_check=True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["attention", "recurrent", "convolutions"])
 def test_onnxruntime_gets_operators_of_its_own(name: str) -> None:
     graph = step_graph(trainable(name), target="onnxruntime")

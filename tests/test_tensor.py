@@ -89,7 +89,7 @@ binary = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(3)
 @binary
 def test_binary_operators(function: Function, dtypes: tuple[str, ...]) -> None:
     with all_violations() as check:
@@ -100,7 +100,7 @@ def test_binary_operators(function: Function, dtypes: tuple[str, ...]) -> None:
                 agrees(function, x, array(dtype, 6, seed=2))  # broadcast
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @binary
 def test_arrays_and_numbers_on_either_side(function: Function, dtypes: tuple[str, ...]) -> None:
     with all_violations() as check:
@@ -239,6 +239,7 @@ def test_reductions(name: str, keepdims: bool) -> None:
                 agrees(reduced, array(dtype, 2, 3, 2))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("keepdims", [False, True])
 @pytest.mark.parametrize("name", ["argmax", "argmin"])
 def test_positions(name: str, keepdims: bool) -> None:

@@ -213,7 +213,7 @@ class FakeTrial:
         return len(self.reports) == self.last
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("callback", "module", "package"),
     [

@@ -78,7 +78,7 @@ def test_outputs_before_each_step(accumulate: int, prefetch: int) -> None:
     history = session.fit(
         DATA, validation=DATA, **arguments(accumulate=accumulate, prefetch=prefetch)
     )
-    assert history.columns["accuracy"] == pytest.approx(wanted)
+    assert history.history["accuracy"] == pytest.approx(wanted)
     measured = session.evaluate(DATA, batch_size=BATCH, metrics=["accuracy"])["accuracy"]
     assert history[-1]["validation_accuracy"] == measured
 
@@ -183,7 +183,7 @@ def fitted(data: Arrays, model: onnx.ModelProto) -> Arrays:
 
 
 @pytest.mark.nightly(7)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"recompute": "sqrt"}], ids=str)
 def test_without_an_update_they_are_those_of_evaluate(case: str, settings: Any) -> None:
@@ -238,8 +238,8 @@ def test_kernels_of_updates(kernels: Any) -> None:
     model = build_training_model(squashed(), loss="SoftmaxCrossEntropy", optimizer=Adam(0.05))
     plain = TrainingSession(model).fit(DATA, **arguments())
     found = TrainingSession(model, kernels=kernels).fit(DATA, **arguments())
-    assert found.columns["accuracy"] == pytest.approx(plain.columns["accuracy"])
-    assert found.columns["loss"] == pytest.approx(plain.columns["loss"], rel=1e-5)
+    assert found.history["accuracy"] == pytest.approx(plain.history["accuracy"])
+    assert found.history["loss"] == pytest.approx(plain.history["loss"], rel=1e-5)
 
 
 # ------------------------------------------------------------------------ nothing else changes
@@ -251,7 +251,7 @@ def test_steps_are_the_same(tmp_path: Path) -> None:
     expected = plain.fit(DATA, **arguments(train_metrics=False, metrics=()))
     history = session.fit(DATA, **arguments())
     assert_same_arrays(dict(session.state), dict(plain.state))
-    assert history.columns["loss"] == expected.columns["loss"]
+    assert history.history["loss"] == expected.history["loss"]
     batch = cut(DATA)[0]
     assert list(session.step(batch)) == list(plain.step(batch)) == ["loss"]
     assert session.run_steps([batch] * 3).tolist() == plain.run_steps([batch] * 3).tolist()
@@ -270,7 +270,7 @@ def test_logs_and_monitors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert len(history) == 2
     assert stopping.best == history[0]["accuracy"]
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["accuracy"] for line in lines] == history.columns["accuracy"]
+    assert [line["accuracy"] for line in lines] == history.history["accuracy"]
     assert "loss,accuracy,validation_loss,validation_accuracy" in (tmp_path / "log.csv").read_text()
     assert f"accuracy {history[0]['accuracy']:.4f}" in capsys.readouterr().err
 
@@ -411,6 +411,7 @@ def test_a_damaged_state() -> None:
 # ------------------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("given", "message"),
     [

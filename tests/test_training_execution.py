@@ -196,6 +196,7 @@ def test_running_statistics_take_turns_with_packed_updates(way: str) -> None:
     assert_same_arrays(dict(resumed.state), dict(session.state))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("optimizer", "safe"),
     [
@@ -267,6 +268,7 @@ def test_no_signal_handler_runs_between_a_compiled_update_and_the_end_of_its_ste
         signal.signal(signal.SIGALRM, previous)
 
 
+@pytest.mark.quick(1)
 @every_way
 def test_a_state_that_was_set_is_trained_on(way: str) -> None:
     model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
@@ -291,6 +293,7 @@ def test_the_outputs_that_are_asked_for() -> None:
     assert session.steps_done == 3
 
 
+@pytest.mark.quick(2)
 @every_way
 def test_state_is_whole_while_steps_are_made(way: str) -> None:
     """Weights and step count that another thread reads together belong together."""
@@ -348,6 +351,7 @@ def test_run_steps_with_statistics_and_dropout() -> None:
         np.testing.assert_allclose(several.state[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 def test_run_steps_of_a_model_that_is_not_small(kernels: Any) -> None:
     model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
@@ -380,6 +384,7 @@ def test_more_steps_than_fit_into_a_run() -> None:
     assert np.all(np.diff(losses) < 0)
 
 
+@pytest.mark.quick(3)
 @every_way
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 def test_gradients_that_are_fed(kernels: Any, way: str) -> None:

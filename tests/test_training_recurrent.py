@@ -125,7 +125,7 @@ def check(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
 
 
 @pytest.mark.nightly(11)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @CELLS
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -136,7 +136,7 @@ def test_gradients(
 
 
 @pytest.mark.nightly(22)
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @CELLS
 @pytest.mark.parametrize("optional", ["", "B", "h", "Bh"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -156,7 +156,7 @@ def test_optional_outputs(
     check(*build(operator, direction=direction, outputs=outputs, **attributes))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("outputs", [["Y_c"], ["Y", "Y_c"]], ids="-".join)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_optional_cell_state(direction: str, outputs: Sequence[str]) -> None:
@@ -174,6 +174,7 @@ def test_gradient_of_the_cell_state() -> None:
     check(*build(xs="c"))
 
 
+@pytest.mark.quick(2)
 @CELLS
 def test_one_step(
     operator: str, attributes: dict[str, int], monkeypatch: pytest.MonkeyPatch
@@ -233,7 +234,7 @@ def test_other_forms_of_the_others_stay(operator: str, options: dict[str, Any]) 
     assert all(np.isfinite(array).all() for array in run(ours, feeds))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.torch
 @pytest.mark.parametrize("form", ["static", "symbolic, Y only", "symbolic, last states only"])
 @pytest.mark.parametrize("direction", DIRECTIONS)

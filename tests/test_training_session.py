@@ -352,6 +352,7 @@ def old_model(opset: int) -> onnx.ModelProto:
     return model
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("opset", [11, 13])
 def test_trained_weights_go_back_into_the_original(opset: int, tmp_path: Path) -> None:
     original = old_model(opset)
@@ -542,6 +543,7 @@ def test_bad_state_changes_nothing(state: Any, message: str) -> None:
     assert_same_arrays(copy_of(session), before)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -603,7 +605,7 @@ def apply_gradients(session: TrainingSession) -> None:
     session.apply(session.gradients(line.BATCH))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "change",
     [

@@ -65,7 +65,7 @@ FORMS: dict[str, Any] = {
 
 
 @pytest.mark.nightly(10)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.3, 0.5, 0.9])
@@ -90,6 +90,7 @@ def test_the_last_rows_in_the_given_order(fraction: float, form: str, prefetch: 
     assert_same_arrays(dict(found.state), dict(expected.state))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", [list, Samples])
 def test_the_last_of_given_batches(form: Any) -> None:
     batches = cut(affine_batch(ROWS), 3)  # five
@@ -162,6 +163,7 @@ def test_labels_of_a_classifier() -> None:
     assert history[0]["validation_accuracy"] == pytest.approx(share)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("fraction", [1, 1.5, -0.1, math.nan, "0.2", True])
 def test_what_is_no_fraction(fraction: Any) -> None:
     with pytest.raises(ArgumentError, match="validation_split must be a finite number >= 0 and"):

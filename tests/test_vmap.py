@@ -182,7 +182,7 @@ def check(
 
 
 @pytest.mark.nightly(27)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("key", CASES, ids=lambda key: key[1])
 def test_an_operator_is_mapped(key: tuple[str, str]) -> None:
     checked = 0
@@ -289,6 +289,7 @@ NETWORKS: dict[str, tuple[Any, Feeds]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_needs_no_scan(name: str) -> None:
     make, feeds = NETWORKS[name]

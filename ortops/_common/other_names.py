@@ -16,6 +16,7 @@ _R = TypeVar("_R")
 _T = TypeVar("_T")
 
 _DATA = "give inputs and labels as one data set, such as {'x': x, 'labels': y} or (x, y)"
+_EPOCHS = ("n_epochs", "num_epochs", "max_epochs", "max_iter", "num_train_epochs")
 _RATE = "set session.learning_rate, or learning_rate= of the optimizer"
 
 ARGUMENTS_OF_DATA: Mapping[str, str] = {
@@ -38,11 +39,15 @@ ARGUMENTS_OF_FIT: Mapping[str, str] = {
     **dict.fromkeys(
         ("workers", "num_workers", "max_queue_size", "use_multiprocessing"), "use prefetch="
     ),
-    **dict.fromkeys(("lr", "learning_rate"), _RATE),
-    **dict.fromkeys(("loss", "optimizer"), "build_training_model has this argument"),
-    **dict.fromkeys(("n_epochs", "num_epochs", "max_epochs", "max_iter"), "use epochs="),
+    **dict.fromkeys(("lr", "learning_rate", "warmup_steps", "lr_scheduler_type"), _RATE),
+    **dict.fromkeys(("loss", "optimizer", "clip_norm"), "build_training_model has this argument"),
+    **dict.fromkeys(_EPOCHS, "use epochs="),
+    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "use batch_size="),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "use clip_norm= of the builder"),
+    "load_best_model_at_end": "use callbacks=[ortops.callbacks.EarlyStopping(restore_best=True)]",
+    "save_steps": "use callbacks=[ortops.callbacks.Checkpoint(…)]",
     "gradient_accumulation_steps": "use accumulate=",
-    **dict.fromkeys(("val_check_interval", "eval_steps"), "use validate_every="),
+    **dict.fromkeys(("val_check_interval", "eval_steps", "eval_strategy"), "use validate_every="),
     **dict.fromkeys(("max_time", "max_duration"), "use max_minutes="),
     **dict.fromkeys(("device", "devices", "accelerator"), "use providers= of TrainingSession"),
     **dict.fromkeys(("collate_fn", "data_collator"), "use collate="),
@@ -61,6 +66,32 @@ ARGUMENTS_OF_BUILD: Mapping[str, str] = {
     "random_state": "use seed=",
 }
 """Remedies for arguments that other libraries have in place of those of the builder."""
+
+
+ARGUMENTS_OF_CLASSES: Mapping[str, str] = {
+    "lr": "use learning_rate=",
+    "eps": "use epsilon=",
+    "betas": "give each decay by its name (alpha= and beta= of Adam)",
+    "restore_best_weights": "use restore_best=",
+    **dict.fromkeys(("min_delta", "early_stopping_threshold"), "use minimum_change="),
+    **dict.fromkeys(("filepath", "dirpath", "log_dir"), "give the path first"),
+}
+"""Remedies for arguments that optimizers and callbacks have in other libraries."""
+
+CALLBACKS: Mapping[str, str] = {
+    "LearningRateScheduler": "use schedule= of fit, or a function as learning_rate=",
+    "ModelCheckpoint": "use BestModel or Checkpoint",
+    "CSVLogger": "use CSVLog",
+    "EarlyStoppingCallback": "use EarlyStopping",
+}
+"""What to use for callbacks of other libraries."""
+
+
+def explain_arguments_of(classes: Iterable[Any]) -> None:
+    """Makes constructors explain arguments of other libraries, in place."""
+    for kind in classes:
+        if "__init__" in vars(kind):
+            kind.__init__ = explains_arguments(**ARGUMENTS_OF_CLASSES)(kind.__init__)
 
 
 def find_name(name: str, known: Iterable[str], others: Mapping[str, str]) -> tuple[str | None, str]:

@@ -16,6 +16,9 @@ Subclass `Callback` to write your own. All callbacks resume exactly: ``fit(…, 
 the same callbacks has the same results as a fit without interruption.
 """
 
+from typing import NoReturn
+
+from ortops._common.other_names import CALLBACKS, explain_arguments_of
 from ortops.callbacks.best import BestModel, EarlyStopping
 from ortops.callbacks.checkpoint import Checkpoint
 from ortops.callbacks.logs import CSVLog, JSONLines, TensorBoard
@@ -24,6 +27,7 @@ from ortops.callbacks.plot import LossPlot
 from ortops.callbacks.rate_finder import LearningRateCurve, find_learning_rate
 from ortops.callbacks.tracking import OptunaPruning, Tracker
 from ortops.engine.training.callback import Callback, Record
+from ortops.errors import did_you_mean
 
 __all__ = [
     "BestModel",
@@ -41,3 +45,10 @@ __all__ = [
     "Tracker",
     "find_learning_rate",
 ]
+
+explain_arguments_of((EarlyStopping, BestModel, Checkpoint, ReduceLROnPlateau, TensorBoard))
+
+
+def __getattr__(name: str) -> NoReturn:
+    hint = CALLBACKS.get(name) or did_you_mean(name, __all__)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'; {hint}")

@@ -78,7 +78,7 @@ class ReduceLROnPlateau(_Monitoring):
         >>> plateau = ReduceLROnPlateau(patience=1, factor=0.5, monitor="loss", threshold=100.0,
         ...     threshold_mode="absolute")  # so that nothing is an improvement
         >>> history = session.fit(examples.BATCH, epochs=5, callbacks=[plateau], progress=False)
-        >>> history.columns["learning_rate"]
+        >>> history.history["learning_rate"]
         [0.25, 0.25, 0.25, 0.125, 0.125]
     """
 

@@ -67,7 +67,7 @@ class LossPlot(Callback):
             self._draw(record)
 
     def _draw(self, record: Record) -> None:
-        columns = record.history.columns
+        columns = record.history.history
         losses = {name: values for name, values in columns.items() if _is_loss(name)}
         others = {
             name: values

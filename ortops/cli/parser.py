@@ -114,11 +114,10 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments, and explains options of other libraries for `ortops tune`."""
         found, left = self.parse_known_args(args, namespace)
+        if left and found.command == "tune" and (remedy := remedy_on_command_line(left[0])):
+            self.error(f"{left[0]} is not an option; {remedy}")
         if left:
-            word = left[0] if getattr(found, "command", "") == "tune" else ""
-            remedy = remedy_on_command_line(word)
-            why = f"{word} is not an option; {remedy}" if remedy else " ".join(left)
-            self.error(why if remedy else f"unrecognized arguments: {why}")
+            self.error(f"unrecognized arguments: {' '.join(left)}")
         return found
 
 
@@ -309,10 +308,7 @@ def _add_algorithm(parser: argparse.ArgumentParser) -> None:
         help="a number, or a schedule such as 'warmup_cosine(3e-4, steps=1000, warmup=100)'; with "
         "`train`, steps defaults to the number of updates",
     )
-    about = (
-        "which weights to train: their names, patterns, or scopes of nodes; '!PATTERN' excludes; "
-        "may be repeated"
-    )
+    about = "names, patterns or scopes of weights to train; '!PATTERN' excludes; may be repeated"
     add("--trainable", action="append", metavar="PATTERN", help=about)
     about = "how to run BatchNormalization: with the statistics of each batch, or frozen"
     choices = ("auto", "train", "frozen")
@@ -448,7 +444,7 @@ def _add_eval(command: _Command) -> None:
     add = parser.add_argument
     add("model", help="a trainable file, or with --loss any .onnx file")
     add("--loss", help=f"only for a file without a loss: {_LOSS}")
-    _option(parser, "--sample-weight", "COLUMN", f"with --loss: {_SAMPLE_WEIGHT}")
+    _option(parser, "--sample-weight", "COLUMN", _SAMPLE_WEIGHT)
     _add_fit_option(parser, "class_weight")
     _add_fit_option(parser, "metrics")
     _flag(parser, "--ema", "evaluate the averaged weights")
@@ -506,9 +502,9 @@ def _add_tune(command: _Command) -> None:
     )
     add("folder", nargs="?", help=about)
     about = (
-        "a file of JSON lines or Parquet, each row with messages or conversations, with "
-        "prompt and completion, with text, or with input_ids; for DPO, with prompt, chosen and "
-        "rejected"
+        "a file of JSON lines, JSON, CSV or Parquet, or a folder of these, each row with messages "
+        "or conversations, with prompt and completion, instruction and output, or question and "
+        "answer, with text, or with input_ids; for DPO, with prompt, chosen and rejected"
     )
     add("data", nargs="?", help=about)
     about = "the folder to write, which is served like the original (default: <folder>-tuned)"
@@ -538,10 +534,7 @@ def _add_lora(command: _Command) -> None:
     about = "the scaling's numerator (default: 16)"
     add.add_argument("--alpha", type=float, default=16.0, metavar="A", help=about)
     add.add_argument("--dropout", type=float, default=0.0, metavar="P", help=_DROPOUT)
-    about = (
-        "the layers to adapt, or all-linear: all but convolutions and the output layer; '!PATTERN' "
-        "excludes"
-    )
+    about = "layers, or all-linear: all but convolutions and the output layer; '!PATTERN' excludes"
     _add_list(add, "--targets", "PATTERN", f"{about} (default: all)")
     _flag(add, "--dora", "train magnitudes of the outputs, too (DoRA)")
     merge = action("merge", "merge an adapter into the weights")

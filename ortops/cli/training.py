@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ortops import callbacks, losses, metrics, optimizers, schedules
 from ortops.cli import configuration
 from ortops.cli.calls import make, read_call
@@ -21,6 +23,7 @@ from ortops.cli.streams import describe_stream, print_json, read_light_model, wr
 from ortops.data.rows import Column, select
 from ortops.data.wanted import DataFile, Wanted, row_axes_of, rows_of, wanted_inputs
 from ortops.engine.building.builder import build_light
+from ortops.engine.trainable.metadata import TrainingMetadata, training_metadata
 from ortops.engine.training.fit_options import OPTIONS
 from ortops.engine.training.sample_weights import ClassWeight
 from ortops.engine.training.session import TrainingSession
@@ -42,6 +45,9 @@ _ALGORITHM = (
 
 _CLASS_WEIGHT = "class_weight"
 """The input of a loss that has weights of classes only."""
+
+_SAMPLE_WEIGHT = "sample_weight"
+"""The input of a loss that was built without weights of rows, once it takes some."""
 
 _REPLACED = ("--best", "--plot", "--write-config")
 
@@ -109,7 +115,7 @@ def _check_algorithm(
         if resumes:
             _check_same(model, options, save)
         else:
-            _refuse_algorithm(options)
+            _refuse_algorithm(model, options)
         return
     if resumes:
         raise OrtopsError(
@@ -159,7 +165,7 @@ def _fit(
         "progress": not options.quiet,
         "callbacks": [*_callbacks(options, bool(validation)), checkpoint],
         "resume": resumes,
-        "sample_weight": None,  # a column that the loss reads
+        "sample_weight": _added_weights(session.metadata, options),
     }
     try:
         session.fit(training, **given)
@@ -216,10 +222,7 @@ def evaluate(options: argparse.Namespace) -> int:
             )
         model = build_light(model, loss=_loss(options), optimizer="SGD")
     else:
-        for name in ("loss", "sample_weight"):
-            if getattr(options, name):
-                option = f"--{name.replace('_', '-')}"
-                raise OrtopsError(f"{option}: '{options.model}' already has a loss; omit {option}")
+        _refuse_algorithm(model, options)
     classes = read_classes(model.proto)
     data = read_given(options, options.data, _wanted_inputs(model, options), classes)
     found = TrainingSession(model, providers=options.providers).evaluate(
@@ -228,6 +231,7 @@ def evaluate(options: argparse.Namespace) -> int:
         metrics=[metric(text) for text in options.metrics or ()],
         ema=options.ema,
         class_weight=_class_weight(options),
+        sample_weight=_added_weights(training_metadata(model.proto), options),
     )
     if options.json:
         print_json(found)
@@ -274,9 +278,15 @@ def _require_loss(model: LightModel, options: argparse.Namespace) -> None:
         )
 
 
-def _refuse_algorithm(options: argparse.Namespace) -> None:
+def _added_weights(metadata: TrainingMetadata, options: argparse.Namespace) -> str | None:
+    """Returns the input for the weights of rows if a file gets them that was built without."""
+    return _SAMPLE_WEIGHT if options.sample_weight and not metadata.sample_weights else None
+
+
+def _refuse_algorithm(model: LightModel, options: argparse.Namespace) -> None:
     """Rejects options that a trainable file already determines."""
-    given = [name for name in _given(options) if name != "learning_rate"]
+    chosen = ("learning_rate", _added_weights(training_metadata(model.proto), options))
+    given = [name for name in _given(options) if name not in chosen]
     if given:
         option = f"--{given[0].replace('_', '-')}"
         raise OrtopsError(
@@ -287,7 +297,7 @@ def _refuse_algorithm(options: argparse.Namespace) -> None:
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the options that define the training algorithm."""
-    found = {name: getattr(options, name) for name in _ALGORITHM}
+    found = {name: getattr(options, name, None) for name in _ALGORITHM}  # `eval` has some
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -333,6 +343,10 @@ def _has_class_weight(options: argparse.Namespace) -> bool:
 def _wanted_inputs(model: LightModel, options: argparse.Namespace) -> list[Wanted]:
     """Returns the inputs that the data fill: not those of weights that come from classes only."""
     wanted = wanted_inputs(model.proto)
+    if _added_weights(training_metadata(model.proto), options):
+        wanted.append(Wanted(_SAMPLE_WEIGHT, np.dtype(np.float32), (None,), is_target=True))
+        column = f"{_SAMPLE_WEIGHT}={options.sample_weight}"
+        options.columns = list(dict.fromkeys([*(options.columns or ()), column]))
     if not _has_class_weight(options):
         return wanted
     return [each for each in wanted if each.name != _CLASS_WEIGHT]

@@ -24,7 +24,7 @@ from ortops.llm.options import OF_LOSS, SHARED_FIT, TUNING, TUNING_FIT
 from ortops.llm.saving import ADAPTER, TRAINING, UNFINISHED, is_unfinished
 from ortops.llm.tuning import optimizer_of
 
-_OF_SHOW = {"batch_size", "max_length", "train_on"}
+_OF_SHOW = {"batch_size", "max_length", "train_on", "columns"}
 
 
 def tune(options: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def tune(options: argparse.Namespace) -> int:
     _check_merge(options, save)
     tuning = _opened(options, folder, continues=continues, resumes=resumes)
     if options.show:
-        given = _given(options, TUNING_FIT)
+        given = _given_fit(options)
         shown = {name: given[name] for name in _OF_SHOW & {*given}}
         print_text(tuning.show(options.data, **shown))
         return 0
@@ -131,6 +131,16 @@ def _validation(text: str | None) -> str | float | None:
         return text
 
 
+def _given_fit(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the given options for arguments of `FineTuning.fit`."""
+    found = _given(options, TUNING_FIT)
+    for each in found.get("columns", ()):
+        if not all(each.partition("=")):
+            raise OrtopsError(f"--columns must have the form NAME=COLUMN, got {each!r}")
+    columns = dict(each.split("=", 1) for each in found.pop("columns", ()))
+    return found | ({"columns": columns} if columns else {})
+
+
 def _is_tuned(folder: str) -> bool:
     """Whether this command wrote a folder, and was not interrupted in the first save."""
     return not is_unfinished(Path(folder)) and any(
@@ -147,7 +157,7 @@ def _fit(
 ) -> None:
     before = tuning.session.steps_done
     given: dict[str, Any] = {
-        **_given(options, TUNING_FIT),
+        **_given_fit(options),
         **_given(options, {name: OPTIONS[name] for name in SHARED_FIT}),
         "validation": _validation(options.validation),
         "progress": not options.quiet,

@@ -3,15 +3,16 @@
 Each function takes a model and returns a new one. The derivatives are appended to its outputs, and
 the seeds to its inputs:
 
-========  ==============  ================  ============  ========================================
-function  inputs          outputs           shaped like   which are
-========  ==============  ================  ============  ========================================
-gradient                  ``d_<y>_d_<x>``   x             ∂ sum(y) / ∂x
-vjp       ``seed_<y>``    ``vjp_<x>``       x             ∂ (Σ over y of sum(seed · y)) / ∂x
-jvp       ``seed_<x>``    ``jvp_<y>``       y             Σ over x of ∂y/∂x · seed
-hvp       ``seed_<x>``    ``hvp_<x>``       x             Σ over x' of ∂² sum(y) / ∂x∂x' · seed'
-jacobian                  ``d_<y>_d_<x>``   y, then x     ∂y / ∂x
-========  ==============  ================  ============  ========================================
+==========  ==============  ================  ============  ========================================
+function    inputs          outputs           shaped like   which are
+==========  ==============  ================  ============  ========================================
+gradient                    ``d_<y>_d_<x>``   x             ∂ sum(y) / ∂x
+cotangents                  ``d_<y>_d_<x>``   x             the same; the xs may depend on others
+vjp         ``seed_<y>``    ``vjp_<x>``       x             ∂ (Σ over y of sum(seed · y)) / ∂x
+jvp         ``seed_<x>``    ``jvp_<y>``       y             Σ over x of ∂y/∂x · seed
+hvp         ``seed_<x>``    ``hvp_<x>``       x             Σ over x' of ∂² sum(y) / ∂x∂x' · seed'
+jacobian                    ``d_<y>_d_<x>``   y, then x     ∂y / ∂x
+==========  ==============  ================  ============  ========================================
 
 A seed has the shape and dtype of its tensor. A name that is already used gets a numeric suffix, as
 in ``seed_x_1``. By default, y is the first floating-point output and x are all floating-point
@@ -27,16 +28,27 @@ with ``lowered=True``. Both can be differentiated again, trained and served.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import onnx
+import onnx_ir as ir
 
 from ortops._common.arguments import whole_number
 from ortops.derivatives.builder import Builder
 from ortops.derivatives.casadi_files import casadi
-from ortops.derivatives.formulas import add_gradient, add_hvp, add_jacobian, add_jvp, add_vjp
+from ortops.derivatives.formulas import (
+    add_cotangents,
+    add_gradient,
+    add_hvp,
+    add_jacobian,
+    add_jvp,
+    add_vjp,
+)
+from ortops.derivatives.loss_graphs import model_with_loss
 from ortops.derivatives.per_sample import per_sample_gradient
 from ortops.derivatives.vmap import Axes, add_axis
 from ortops.engine.lowering import infer_computed_types, infer_types, lower_ir, normalize
+from ortops.errors import ArgumentError
 from ortops.graph import convert
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
@@ -47,10 +59,12 @@ from ortops.graph.files.serialization import (
     name_gradients,
     to_proto,
 )
+from ortops.losses import Inputs, LossLike
 from ortops.surgery.reading import refuse_training
 
 __all__ = [
     "casadi",
+    "cotangents",
     "gradient",
     "hvp",
     "jacobian",
@@ -67,9 +81,11 @@ def gradient(
     *,
     xs: str | Sequence[str] | None = None,
     y: str | Sequence[str] | None = None,
+    loss: LossLike | Literal[True] | None = None,
+    inputs: Inputs | None = None,
     lowered: bool = False,
 ) -> onnx.ModelProto:
-    """Returns a model that also outputs the gradient of an output.
+    """Returns a model that also outputs the gradient of an output, or of a loss.
 
     Args:
         model: A ModelProto, its bytes or its path; it is not modified. A model with an opset below
@@ -79,17 +95,23 @@ def gradient(
             floating-point inputs without a default value.
         y: The name of the tensor to differentiate, or several names. The elements of a tensor are
             summed. By default, the first floating-point output.
+        loss: A loss to differentiate instead of ``y``, as in `ortops.build_training_model`. True is
+            the loss that a trainable file was built with. The result has the loss's inputs, such as
+            ``labels``, the output ``loss``, and no training_info. The model runs in inference mode:
+            Dropout drops nothing, and BatchNormalization uses running statistics.
+        inputs: Inputs that the loss declares; see `ortops.build_training_model`.
         lowered: Whether to lower the result to standard nodes (see `ortops.lower`) instead of
             keeping Gradient nodes.
 
     Returns:
-        A new model with an output ``d_<y>_d_<x>`` for each y and x, of the shape and dtype of x.
-        External data stay external, relative to the folder of the given file.
+        A new model with an output ``d_<y>_d_<x>`` for each y and x, of the shape and dtype of x;
+        with a loss, ``d_loss_d_<x>``. External data stay external, relative to the folder of the
+        given file.
 
     Raises:
-        ArgumentError: If ``xs`` or ``y`` are not names of tensors.
+        ArgumentError: If ``xs`` or ``y`` are not names of tensors, or there is a loss as well as y.
         ModelError: If the model is invalid, if a tensor does not exist or is not floating-point,
-            or if an x depends on another.
+            if an x depends on another (see `cotangents`), or the loss does not fit the model.
         UnsupportedError: With ``lowered``, if an operator between x and y has no gradient.
 
     Example:
@@ -97,8 +119,63 @@ def gradient(
         >>> model = gradient(examples.mlp((4, 16, 2)))
         >>> [value.name for value in model.graph.output]
         ['logits', 'd_logits_d_images']
+        >>> model = gradient(examples.mlp((4, 16, 2)), loss="SoftmaxCrossEntropy")
+        >>> [value.name for value in (*model.graph.input, *model.graph.output)]
+        ['images', 'labels', 'logits', 'loss', 'd_loss_d_images']
     """
-    return _with_outputs(model, add_gradient, lowered, xs, y)
+    if loss is None:
+        if inputs is not None:
+            raise ArgumentError("gradient: inputs are those of a loss; pass loss=, too")
+        return _with_outputs(model, add_gradient, lowered, xs, y)
+    if y is not None:
+        raise ArgumentError("gradient: give y or loss, not both: each is what is differentiated")
+    if loss is True and inputs is not None:
+        raise ArgumentError("gradient: the loss of the file has its inputs; leave out inputs=")
+    work, name, added = model_with_loss(model, loss, inputs)
+    add_gradient(Builder(work, xs, name, added=added))
+    return _finished(work, lowered)
+
+
+@loading.blame_model
+def cotangents(
+    model: ModelLike,
+    xs: str | Sequence[str],
+    *,
+    y: str | Sequence[str] | None = None,
+    lowered: bool = False,
+) -> onnx.ModelProto:
+    """Returns a model that also outputs the gradient of an output by any tensors, in one pass.
+
+    Unlike in `gradient`, the tensors may depend on one another, such as the outputs of all layers:
+    the gradient by one of them includes what reaches y through the others.
+
+    Args:
+        model: See `gradient`.
+        xs: The names of the tensors to differentiate with respect to: floating-point inputs,
+            initializers or intermediate tensors of the main graph.
+        y: See `gradient`. There is one backward pass for each y.
+        lowered: Whether to lower the result to standard nodes. Otherwise, it has a Gradient node
+            for all tensors that no other x is computed from, one for those after these, and so
+            on, because those of one node must not depend on each other; `ortops.lower` and
+            `ortops.InferenceSession` compute all of them in one backward pass.
+
+    Returns:
+        A new model with an output ``d_<y>_d_<x>`` for each y and x, of the shape and dtype of x. It
+        is zero if y does not depend on x.
+
+    Raises:
+        ArgumentError: See `gradient`.
+        ModelError: If the model is invalid, or if a tensor does not exist, is in the body of
+            another node, or is not floating-point.
+        UnsupportedError: See `gradient`.
+
+    Example:
+        >>> from ortops.docs import examples
+        >>> model = cotangents(examples.mlp((4, 16, 2)), ["images", "fc1.weight", "logits"])
+        >>> [value.name for value in model.graph.output]
+        ['logits', 'd_logits_d_images', 'd_logits_d_fc1.weight', 'd_logits_d_logits']
+    """
+    return _with_outputs(model, add_cotangents, lowered, xs, y)
 
 
 @loading.blame_model
@@ -317,9 +394,15 @@ def _with_outputs(
     work = normalize(convert.to_ir(proto, folder))
     infer_computed_types(work)
     add(Builder(work, xs, y, seeds, algorithm_names(proto)))
+    result = _finished(work, lowered)
+    for info in proto.training_info:  # one by one: `extend` fails for messages of 2 GB
+        result.training_info.add().CopyFrom(info)
+    return result
+
+
+def _finished(work: ir.Model, lowered: bool) -> onnx.ModelProto:
+    """Returns a model with derivatives as a file."""
     work.graph.opset_imports.setdefault(GRADIENT_DOMAIN, 1)
     result = to_proto(lower_ir(work) if lowered else work)
     name_gradients(result)
-    for info in proto.training_info:  # one by one: `extend` fails for messages of 2 GB
-        result.training_info.add().CopyFrom(info)
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
 import onnx_ir as ir
@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ortops._common.arguments import whole_number
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.constants import Dim
-from ortops.graph.edit import is_float, values_of
+from ortops.graph.edit import describe, inner_graphs, is_float, values_of
 from ortops.graph.names import Names
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses.scene import default_output
@@ -31,6 +31,7 @@ class Builder:
         seeds: See `ortops.derivatives.vjp`.
         taken: Names that new tensors must not have, in addition to those in the graph.
         arguments: What messages call ``xs`` and ``y``.
+        added: The inputs that a loss added, which are not among the xs by default.
 
     Attributes:
         model: The model.
@@ -47,6 +48,7 @@ class Builder:
         seeds: int | bool | None = None,
         taken: Iterable[str] = (),
         arguments: tuple[str, str] = ("xs", "y"),
+        added: Collection[str] = (),
     ) -> None:
         if seeds is False:
             seeds = None
@@ -54,6 +56,7 @@ class Builder:
         self._seeds = seeds if seeds is None or seeds is True else whole_number(what, seeds, 1)
         self.model = model
         self._xs_name, self._y_name = arguments
+        self._added = added
         names = Names(model.graph)
         for name in taken:
             names.take(name)
@@ -103,7 +106,8 @@ class Builder:
         graph = self.tape.graph
         if names is not None:
             return self._named(self._xs_name, names)
-        inputs = [value for value in graph.inputs if value.name not in graph.initializers]
+        left_out = {*graph.initializers, *self._added}
+        inputs = [value for value in graph.inputs if value.name not in left_out]
         found = [v for v in inputs if isinstance(v.type, ir.TensorType) and is_float(v)]
         if not found:
             listed = ", ".join(f"'{v.name}' ({v.type or 'unknown'})" for v in inputs) or "none"
@@ -125,6 +129,11 @@ class Builder:
         for name in named:
             if not isinstance(name, str):
                 raise ArgumentError(f"{role} must be one or more names of tensors, got {name!r}")
+            if name not in known and (holder := _holder(self.tape.graph, name)) is not None:
+                raise ModelError(
+                    f"{role}: tensor '{name}' is in the body of {describe(holder)}, and only "
+                    "tensors of the main graph can be used; make it an output of that node"
+                )
             if name not in known:
                 raise ModelError(
                     f"{role}: the main graph has no tensor '{name}'; {did_you_mean(name, known)}"
@@ -145,6 +154,15 @@ class Builder:
                 f"{role}: tensor '{value.name}' must be a floating-point tensor, got type {kind}"
             )
         return value
+
+
+def _holder(graph: ir.Graph, name: str) -> ir.Node | None:
+    """Returns the node of a graph whose body has a tensor, in a body of it, too."""
+    for node in graph:
+        for inner in inner_graphs(node):
+            if name in values_of(inner) or _holder(inner, name) is not None:
+                return node
+    return None
 
 
 def for_each(

@@ -7,9 +7,11 @@ import operator
 from collections.abc import Sequence
 
 import numpy as np
+import onnx_ir as ir
 
 from ortops.derivatives.builder import Builder, Formula, for_each
 from ortops.graph.autodiff.grad import grad, of_shape
+from ortops.graph.edit import ancestor_nodes, read_inputs
 from ortops.graph.tensor import Tape, Tensor, op, shape_of, zeros_like
 
 
@@ -45,6 +47,27 @@ def add_gradient(builder: Builder) -> list[str]:
             for y in builder.ys
             for x, slope in zip(builder.xs, grad(y, builder.xs), strict=True)
         ]
+
+
+def add_cotangents(builder: Builder) -> list[str]:
+    """Adds ∂ sum(y) / ∂x for each y and each x; the xs may depend on one another.
+
+    A Gradient node takes tensors that do not depend on each other, so it adds one for each length
+    of the chain before them. Lowering computes all nodes of a y in one backward pass.
+    """
+    values = [x.value for x in builder.xs]
+    read = {x: {v for node in ancestor_nodes(x, set()) for v in read_inputs(node)} for x in values}
+    levels: dict[ir.Value, int] = {}
+    for x in sorted(values, key=lambda x: len(read[x])):  # what it depends on reads less
+        levels[x] = 1 + max((levels[v] for v in levels if v in read[x]), default=-1)
+    groups = [[x for x in builder.xs if levels[x.value] == n] for n in sorted({*levels.values()})]
+    names = []
+    with builder.tape:
+        for y in builder.ys:
+            pairs = [pair for xs in groups for pair in zip(xs, grad(y, xs), strict=True)]
+            found = {x.value: slope for x, slope in pairs}
+            names += [builder.put_out(found[x.value], f"d_{y.name}_d_{x.name}") for x in builder.xs]
+    return names
 
 
 def add_vjp(builder: Builder) -> list[str]:

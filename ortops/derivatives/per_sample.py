@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from ortops import losses
 from ortops._common.arguments import number
+from ortops.derivatives.loss_graphs import emit_loss
 from ortops.derivatives.vmap import add_axis
 from ortops.engine.building.preparation import Prepared, prepare_for_training
 from ortops.engine.building.reachability import reached
@@ -20,7 +21,7 @@ from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.autodiff.grad import grad
 from ortops.graph.constants import IR_VERSION, VARIABLE
-from ortops.graph.edit import all_nodes, attribute_values, describe, is_float, values_of
+from ortops.graph.edit import all_nodes, attribute_values, describe, is_float
 from ortops.graph.files import external, loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
@@ -148,15 +149,7 @@ def _loss(
     prepared: Prepared, tape: Tape, loss: LossLike, inputs: losses.Inputs | None
 ) -> losses.Computed:
     """Emits the loss."""
-    graph = prepared.graph
-    values = values_of(graph)
-
-    def find(name: str) -> Tensor | None:
-        return tape.tensor(values[name]) if name in values else None
-
-    tape.scope = "loss/"
-    computed = losses.compute(losses.resolve(loss), tape, find, list(values), graph.outputs, inputs)
-    tape.scope = ""
+    computed = emit_loss(tape, loss, inputs)
     for part in computed.parts:
         if part.batch_coupled:
             raise ModelError(
@@ -169,7 +162,7 @@ def _loss(
                 f"loss: input '{tensor.name}' must have one entry per row on an axis, got shape "
                 f"{'unknown' if tensor.shape is None else []}; declare it with inputs="
             )
-    for message in (*prepared.choice.said, *computed.said):
+    for message in prepared.choice.said:
         logger.warning("%s", message)
     return computed
 

@@ -188,7 +188,8 @@ class JoinedSession(TrainingSession):
         rank, size = exchanges.rank, exchanges.size
         joined = None
         if size > 1:  # all checks come first, so that the session stays as it is if one fails
-            session._execution.split_step()  # raises an error if the algorithm has no gradients
+            for part in session._by_entry().values():
+                part._execution.split_step()  # raises an error if the algorithm has no gradients
             exchanges.check()
             joined = JoinedSteps(session._loaded, exchanges)
             joined.check_same(session._file.digest())
@@ -199,6 +200,13 @@ class JoinedSession(TrainingSession):
         if joined is not None:
             self._steps = self._joined = joined
             self._file.writes = not rank
+            self._of_entries = {}
+
+    def _only(self, entry: int | str | None) -> TrainingSession:
+        made = super()._only(entry)
+        if self._size > 1 and not isinstance(made._steps, JoinedSteps):
+            made._steps = JoinedSteps(made._loaded, self._joined._communicator, self._joined)
+        return made
 
     @property
     def rank(self) -> int:
@@ -232,15 +240,19 @@ class JoinedSteps(Steps):
     Args:
         loaded: The model.
         communicator: Communicates between ranks.
+        whole: The steps of the session with all entries, if these are of one of them.
     """
 
-    def __init__(self, loaded: LoadedModel, communicator: Exchanges) -> None:
+    def __init__(
+        self, loaded: LoadedModel, communicator: Exchanges, whole: JoinedSteps | None = None
+    ) -> None:
         super().__init__(loaded, communicator.rank)
         self._communicator = communicator
         self._size = communicator.size
         self._warned = False
         self._compared = False  # whether ranks have compared a batch of this `fit`
-        self._assigned: dict[str, bytes] = {}  # digests of the variables set since the last step
+        # The digests of the variables set since the last step, of any entry.
+        self._assigned: dict[str, bytes] = {} if whole is None else whole._assigned
         loaded.usage.on_assign = functools.partial(_add_digests, self._assigned)
 
     def check_same(self, model: bytes) -> None:

@@ -27,6 +27,7 @@ from ortops.graph.autodiff.gradient_node import (
     is_gradient,
     lower_gradient,
     mark_variables,
+    of_one_pass,
 )
 from ortops.graph.autodiff.registry import Rules
 from ortops.graph.autodiff.rules import RULES
@@ -203,7 +204,9 @@ def lower_prepared(
     removable = ancestor_nodes((Bound.of(node).y for node in gradients), set())
     pending = gradients[::-1]
     while pending:
-        emitted = lower_gradient(pending.pop(), draft.names, draft.rules)
+        together = of_one_pass(pending.pop(), reversed(pending))
+        pending = [node for node in pending if node not in together]
+        emitted = lower_gradient(together, draft.names, draft.rules)
         removable.update(emitted)
         # Rules may emit Gradient nodes themselves.
         pending += [node for node in reversed(emitted) if is_bound(node)]

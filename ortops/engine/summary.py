@@ -109,7 +109,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
         '…xxxxx'
     """
     rows = [[visible(cell) for cell in row] for row in rows]
-    wide = [min(most, max(len(row[i]) for row in rows)) for i, most in enumerate((40, 24, 15))]
+    wide = [min(most, max(len(row[i]) for row in rows)) for i, most in enumerate((36, 20, 15))]
     lines = []
     for name, kind, count, text in rows:
         name = name if len(name) <= wide[0] else f"…{name[1 - wide[0] :]}"

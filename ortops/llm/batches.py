@@ -7,10 +7,12 @@ and must be those of the example alone.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,8 +24,10 @@ from ortops.engine.training.row_data import Division, grouped
 from ortops.engine.training.session import TrainingSession
 from ortops.engine.training.validation_split import hold_out
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
-from ortops.llm.examples import IGNORED, TRAIN_ON, Example, Rows, batch_of, example_of
+from ortops.llm.examples import IGNORED, TRAIN_ON, Example, Units, batch_of, example_of
 from ortops.llm.folder import graph_of
+from ortops.llm.graphs import no_language_model
+from ortops.llm.row_files import Columns, Rows
 from ortops.llm.row_kinds import RowKind
 
 Logits: TypeAlias = Callable[[Example], npt.NDArray[np.floating]]
@@ -33,14 +37,10 @@ _REMEDY = "use group_by_length=True, which makes batches of rows of similar leng
 logger = logging.getLogger("ortops")
 
 
-def _length(unit: Sequence[Example]) -> int:
-    return max(len(example.tokens) for example in unit)
-
-
 class Epochs:
     """The batches of each epoch, as data of `ortops.TrainingSession.fit`.
 
-    They have a length, so that a training is not resumed with another number of rows.
+    Their length is known, so that a training is not resumed with another number of rows.
 
     Args:
         batches: Returns the batches of an epoch.
@@ -69,31 +69,45 @@ class Batches:
     def __init__(self, kind: RowKind, inputs: Inputs) -> None:
         self.kind, self._folder, self._inputs = kind, kind.folder, inputs
 
-    def read(self, data: Rows, max_length: int, train_on: str) -> Sequence[Any]:
+    def read(self, data: Rows, *settings: Any) -> Units:
         """Reads rows; see `ortops.llm.FineTuning.fit`.
+
+        Args:
+            data: The data set.
+            *settings: ``max_length``, ``train_on`` and ``columns``.
 
         Raises:
             ArgumentError: If an argument is wrong.
             FeedError: If a row has another form, or there is no token to train.
         """
-        try:
-            return self._read(data, max_length, train_on)
-        except FeedError as error:
-            where, _, why = str(error).partition(": ")
-            if where != "data" or not isinstance(data, str | os.PathLike):
-                raise
-            raise FeedError(f"data '{os.fspath(data)}': {why}") from error
+        checked = self._checked(*settings)
+        with _of_path(data):
+            return self.kind.read(data, *checked)
 
-    def _read(self, data: Rows, max_length: int, train_on: str) -> Sequence[Any]:
+    def stream(
+        self, data: Iterable[Any], batch_size: int, padding: str, *settings: Any
+    ) -> Callable[[], Iterator[dict[str, npt.NDArray[Any]]]]:
+        """Returns what begins the batches of a data set of any length; see `read` and `of`."""
+        checked = self._checked(*settings)
+
+        def epoch() -> Iterator[dict[str, npt.NDArray[Any]]]:
+            units = self.kind.stream(data, *checked)
+            while rows := list(itertools.islice(units, batch_size)):
+                yield self._feeds(self.kind.batch(rows, padding))
+
+        return epoch
+
+    def _checked(
+        self, max_length: int, train_on: str, columns: Columns = None
+    ) -> tuple[int, str, Columns]:
         longest = whole_number("max_length", max_length, 2)
         longest = min(longest, self._folder.context_length or longest)
-        choice("train_on", train_on, TRAIN_ON)
-        return self.kind.read(data, longest, train_on)
+        return longest, choice("train_on", train_on, TRAIN_ON), columns
 
-    def split(
-        self, units: Sequence[Any], share: float, seed: int
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
+    def split(self, units: Units, share: float, seed: int) -> tuple[Units, Units]:
         """Returns the rows to train, and a random share of the rows, which are held out.
+
+        What is made of one row of the data stays together.
 
         Raises:
             ArgumentError: If the share leaves no rows for one of them.
@@ -102,9 +116,10 @@ class Batches:
             raise ArgumentError(
                 f"validation must be rows, a file, or a fraction between 0 and 1, got {share!r}"
             )
-        rest, aside = hold_out(len(units), share, seed, name="validation")
+        _, sizes = np.unique(units.rows, return_counts=True)
+        rest, aside = hold_out(len(units), share, seed, name="validation", sizes=sizes)
         logger.info("held out %d of %d rows for validation", len(aside), len(units))
-        return [units[place] for place in sorted(rest)], [units[place] for place in sorted(aside)]
+        return units.take(np.sort(rest)), units.take(np.sort(aside))
 
     def check(self, padding: str, *, group_by_length: bool) -> None:
         """Rejects arguments that do not fit the model.
@@ -119,28 +134,34 @@ class Batches:
                 "got 'left'"
             )
 
-    def order(
+    def epochs(
         self,
-        units: Sequence[Any],
+        units: Units,
         batch_size: int,
+        padding: str = "right",
         *,
-        generator: np.random.Generator | None,
-        group_by_length: bool,
-    ) -> list[Any]:
-        """Returns rows in the order of an epoch.
+        seed: int | None = None,
+        group_by_length: bool = False,
+    ) -> Epochs:
+        """Returns the batches of each epoch.
 
         Args:
             units: The rows.
             batch_size: The number of rows per batch.
-            generator: Shuffles them; None for the given order.
+            padding: The side of padding.
+            seed: Determines the order of the rows; None for the given order.
             group_by_length: Whether batches have rows of similar length.
         """
-        places = np.arange(len(units))
-        if generator is not None:
-            places = generator.permutation(len(units))
-        if group_by_length:
-            places = grouped(places, [_length(unit) for unit in units], batch_size)
-        return [units[int(place)] for place in places]
+
+        def epoch(number: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
+            places = np.arange(len(units))
+            if seed is not None:
+                places = np.random.default_rng((seed, number)).permutation(len(units))
+            if group_by_length:
+                places = grouped(places, units.lengths, batch_size)
+            return self.of(units.take(places), batch_size, padding)
+
+        return Epochs(epoch, len(Division(units, batch_size)))
 
     def of(
         self, units: Sequence[Any], batch_size: int, padding: str = "right"
@@ -158,9 +179,7 @@ class Batches:
             named[name] = attention_mask(batch["segments"], len(mask.dims or ()), mask.dtype)
         return {name: array for name, array in named.items() if name in self._inputs}
 
-    def pack(
-        self, units: Sequence[Any], max_length: int, session: TrainingSession
-    ) -> Sequence[tuple[Example]]:
+    def pack(self, units: Units, max_length: int, session: TrainingSession) -> Units:
         """Joins rows to as few as possible.
 
         Args:
@@ -173,35 +192,95 @@ class Batches:
             UnsupportedError: If the model does not keep the examples of a row apart.
         """
         self.kind.refuse("packing")
-        folder = self._folder
-
-        def logits(row: Example) -> npt.NDArray[Any]:
-            feeds = self._feeds(batch_of([row]))
-            found: npt.NDArray[Any] = session.predict(feeds, outputs=folder.logits)[0]
-            return found
-
+        folder, logits = self._folder, self._logits(session)
         words = self.kind.words or logits(units[0][0]).shape[-1]
         refuse_leaks(logits, words, self._pads_right())
         longest = min(max_length, folder.context_length or max_length)
-        found = packed([example for (example,) in units], longest)
-        logger.info("packed %d rows into %d", len(units), len(found))
-        return [(row,) for row in found]
+        rows = packed(units.lengths, longest)
+        logger.info("packed %d rows into %d", len(units), len(rows))
+        sizes = np.array([units.lengths[row].sum() for row in rows])
+
+        def read(row: int) -> tuple[Example]:
+            return (joined([units[place][0] for place in rows[row]]),)
+
+        return Units(read, np.arange(len(rows)), sizes)
+
+    def _logits(self, session: TrainingSession) -> Logits:
+        """Returns a function of a row."""
+
+        def logits(row: Example) -> npt.NDArray[Any]:
+            feeds = self._feeds(batch_of([row]))
+            found: npt.NDArray[Any] = session.predict(feeds, outputs=self._folder.logits)[0]
+            return found
+
+        return logits
+
+    def refuse_sight(self, session: TrainingSession) -> None:
+        """Rejects a model whose tokens see later ones, such as a masked language model.
+
+        Raises:
+            ModelError: If the logits of a token depend on a later one.
+        """
+        tokens = np.random.default_rng(0).integers(self.kind.words or 2, size=6).tolist()
+        other = [*tokens[:-1], (tokens[-1] + 1) % (self.kind.words or 2)]
+        logits, trained = self._logits(session), [True] * len(tokens)
+        change = logits(example_of(other, trained)) - logits(example_of(tokens, trained))
+        earlier, last = np.abs(change[:-1]).max(), np.abs(change[-1]).max()
+        kinds = {node.op_type for node in graph_of(self._folder.model).node}
+        rounded = "DynamicQuantizeLinear" in kinds  # by the largest value of all tokens
+        if earlier > (0.1 if rounded else 1e-4) * last:
+            raise no_language_model(self._folder, "a token sees later ones, as in a masked model")
 
     def _pads_right(self) -> str:
         """Returns a node that needs padding on the right, as text; empty if there is none."""
         graph = graph_of(self._folder.model)
-        kinds = ("GroupQueryAttention", "PagedAttention", "SparseAttention")
+        kinds = {"GroupQueryAttention", "PagedAttention", "SparseAttention", "CausalConvWithState"}
         found = (node for node in graph.node if node.op_type in kinds)
         return next((f"{node.op_type} node '{node.name}'" for node in found), "")
 
 
-def packed(examples: Sequence[Example], length: int) -> list[Example]:
-    """Joins examples to rows up to a number of tokens.
+def check_stream(refused: Mapping[str, bool], max_steps: int | None, validation: object) -> None:
+    """Rejects arguments that need the number of rows, which an iterator does not tell.
+
+    Raises:
+        ArgumentError: If there is one.
+    """
+    what = "for an iterator without a length"
+    for name, value in refused.items():
+        if value:
+            raise ArgumentError(f"{name} must be False {what}, got {value!r}; or give a list")
+    if max_steps is None:
+        raise ArgumentError(f"max_steps must be given {what}; or give a list")
+    if isinstance(validation, int | float):
+        raise ArgumentError(f"validation must be rows or a file {what}, got {validation!r}")
+
+
+@contextlib.contextmanager
+def _of_path(data: Rows) -> Iterator[None]:
+    """Names the file in errors of its rows."""
+    try:
+        yield
+    except FeedError as error:
+        where, _, why = str(error).partition(": ")
+        if where != "data" or not isinstance(data, str | os.PathLike):
+            raise
+        raise FeedError(f"data '{os.fspath(data)}': {why}") from error
+
+
+def packed(lengths: Sequence[int] | npt.NDArray[np.int64], length: int) -> list[list[int]]:
+    """Divides examples into rows up to a number of tokens.
 
     The longest example comes first, and each goes into the row that it fills best.
+
+    Args:
+        lengths: The number of tokens of each example.
+        length: The largest number of tokens of a row.
+
+    Returns:
+        The numbers of the examples of each row.
     """
-    sizes = np.array([len(example.tokens) for example in examples])
-    rows = list[list[Example]]()
+    sizes = np.array(lengths)
+    rows = list[list[int]]()
     room = list[tuple[int, int]]()  # of each row, sorted
     for place in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[place])
@@ -209,12 +288,12 @@ def packed(examples: Sequence[Example], length: int) -> list[Example]:
         left, row = room.pop(found) if found < len(room) else (length, len(rows))
         if row == len(rows):
             rows.append([])
-        rows[row].append(examples[place])
+        rows[row].append(place)
         insort(room, (left - size, row))
-    return [_joined(row) for row in rows]
+    return rows
 
 
-def _joined(examples: Sequence[Example]) -> Example:
+def joined(examples: Sequence[Example]) -> Example:
     """Returns one row of examples. Nothing predicts the first token of each."""
     labels = [example.labels.copy() for example in examples]
     for each in labels:
@@ -239,7 +318,7 @@ def refuse_leaks(logits: Logits, words: int, node: str) -> None:
     first, second = tokens[:5], tokens[5:]
     others = (first + 1) % words
     alone, after, after_others = (
-        logits(_joined([example_of(list(part), [True] * len(part)) for part in parts]))[-6:]
+        logits(joined([example_of(list(part), [True] * len(part)) for part in parts]))[-6:]
         for parts in ([second], [first, second], [others, second])
     )
     if not np.array_equal(after, after_others):

@@ -19,10 +19,17 @@ from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.graph.convert import load_light, to_ir
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.serialization import to_proto
 from ortops.llm.examples import IGNORED
 from ortops.llm.folder import GENAI_CONFIG, Folder, open_folder, refuse_norms
-from ortops.llm.graphs import is_pruned, refuse_experts, without_pruning
+from ortops.llm.graphs import (
+    is_pruned,
+    may_see_later_tokens,
+    refuse_experts,
+    refuse_others,
+    without_pruning,
+)
 from ortops.llm.tuning import FineTuning, peak_memory
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.targets import chosen
@@ -146,6 +153,40 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
     folder = open_folder(path)
     light = load_light(folder.model)
     work = to_ir(light)
+    report = _described(folder, light, work)
+    try:
+        refuse_others(light.proto, folder)
+        found = chosen(work, "all-linear")
+        report.layers.update(Counter(target.module.rpartition(".")[2] for target in found))
+        with quiet():
+            whole = read_base(without_pruning(light))
+            model = to_proto(adapted(whole, _RANK, 2 * _RANK, "all-linear"))
+            loss = NextToken(folder.logits, ignore_index=IGNORED)
+            refuse_experts(model)
+            report.problems.extend(check(model, loss=loss).problems)
+            if not report.problems and not folder.parts and may_see_later_tokens(light.proto):
+                FineTuning(folder.model, rank=1)  # which computes whether it does
+    except OrtopsError as error:
+        report.problems.append(str(error))
+        return report
+    try:
+        refuse_norms(light.proto)
+    except UnsupportedError as error:
+        report.said.append(str(error))
+    size = sum(_RANK * sum(target.sizes) for target in found)
+    result = replace(report, adapter_size=size)
+    if measured is None or result.problems:
+        return result
+    try:
+        with quiet():
+            return replace(result, measured=_measure(folder, *measured))
+    except UnsupportedError as error:
+        result.said.append(str(error))
+        return result
+
+
+def _described(folder: Folder, light: LightModel, work: ir.Model) -> Report:
+    """Returns what a report says of the file, without training."""
     graph = work.graph
     names = [value.name or "" for value in graph.inputs if not value.is_initializer()]
     caches = [name for name in names if name.startswith("past")]
@@ -167,32 +208,7 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
         )
     if is_pruned(light):
         report.said.append("the file computes the logits of the last token only; tuning, of all")
-    try:
-        found = chosen(work, "all-linear")
-        report.layers.update(Counter(target.module.rpartition(".")[2] for target in found))
-        with quiet():
-            whole = read_base(without_pruning(light))
-            model = to_proto(adapted(whole, _RANK, 2 * _RANK, "all-linear"))
-            loss = NextToken(folder.logits, ignore_index=IGNORED)
-            refuse_experts(model)
-            report.problems.extend(check(model, loss=loss).problems)
-    except OrtopsError as error:
-        report.problems.append(str(error))
-        return report
-    try:
-        refuse_norms(light.proto)
-    except UnsupportedError as error:
-        report.said.append(str(error))
-    size = sum(_RANK * sum(target.sizes) for target in found)
-    result = replace(report, adapter_size=size)
-    if measured is None or result.problems:
-        return result
-    try:
-        with quiet():
-            return replace(result, measured=_measure(folder, *measured))
-    except UnsupportedError as error:
-        result.said.append(str(error))
-        return result
+    return report
 
 
 def _count(value: ir.Value) -> int:

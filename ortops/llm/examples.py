@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ortops.engine.training.arrow import open_arrow
 from ortops.errors import FeedError, OrtopsError
-from ortops.graph.files.archive import check_size
 from ortops.graph.files.json_text import read_json
-from ortops.graph.files.opening import open_regular
-from ortops.llm.tokenization import Message, RefusedTextError, Tokenizer
+from ortops.llm.row_files import Columns
+from ortops.llm.tokenization import Message, Names, RefusedTextError, Tokenizer
 
 IGNORED = -100
 """The label of a token that is not trained."""
@@ -26,15 +23,12 @@ IGNORED = -100
 TRAIN_ON = ("assistant", "completion", "all")
 
 Array: TypeAlias = npt.NDArray[np.int64]
-Rows: TypeAlias = str | os.PathLike[str] | Iterable[Any]
-"""The path of a file of JSON lines or Parquet, or its rows."""
-
 PADDING = ("right", "left")
 
-_AT_ONCE = 1024
-"""The rows of a file of Parquet that become Python's values at once."""
-
-_FORMS = "have messages, conversations, prompt and completion, text, or input_ids"
+FORMS = (
+    "have messages, conversations, prompt and completion, instruction and output, question and "
+    "answer, text, or input_ids"
+)
 
 _SPEAKERS = {"human": "user", "gpt": "assistant"} | {
     role: role for role in ("system", "user", "assistant", "tool")
@@ -65,52 +59,102 @@ class Example:
         return np.asarray(self.labels != IGNORED)
 
 
-def read_examples(
-    rows: Rows,
-    tokenizer: Callable[[], Tokenizer],
-    train_on: str,
-    max_length: int,
-    words: int | None = None,
-    said: set[str] | None = None,
-) -> list[Example]:
-    """Reads the rows of a data set; logs how many are truncated or left out.
+class Units(Sequence[Any]):
+    """What the rows of a data set are for a training.
 
     Args:
-        rows: The rows (see `ortops.llm.FineTuning.fit`).
+        read: Returns a unit by its number.
+        rows: The number of the row that each unit is of.
+        lengths: The number of tokens of each unit.
+        places: The numbers of the units; by default all.
+
+    Attributes:
+        rows: The number of the row that each unit is of.
+        lengths: The number of tokens of each unit.
+    """
+
+    def __init__(
+        self, read: Callable[[int], Any], rows: Array, lengths: Array, places: Array | None = None
+    ) -> None:
+        self._all = read, rows, lengths
+        self._places = np.arange(len(rows)) if places is None else places
+        self.rows, self.lengths = rows[self._places], lengths[self._places]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = self._places[place].tolist()
+        return (
+            [self._all[0](each) for each in found]
+            if isinstance(place, slice)
+            else (self._all[0](found))
+        )
+
+    def take(self, places: Array) -> Units:
+        """Returns units by their numbers among these."""
+        return Units(*self._all, self._places[places])
+
+
+def length_of(unit: Any) -> int:
+    """Returns the number of tokens of the longest example of a unit, or the size of a pair."""
+    if isinstance(unit, tuple):
+        return max(len(each.tokens) for each in unit)
+    return int(unit.source.size + unit.labels.size)
+
+
+@dataclass
+class Reading:
+    """How rows are read, and what was met.
+
+    Attributes:
         tokenizer: Returns the tokenizer; not called for rows of tokens.
         train_on: Which tokens to train.
         max_length: The largest number of tokens of a row.
         words: The size of the vocabulary, if it is known.
-        said: What was warned of, see `note`.
-
-    Raises:
-        FeedError: If a row has another form, or no row has a token to train.
+        columns: The columns of rows by our names, if they have others.
+        met: How many rows or replies there are of each kind that the log tells of.
+        opened: What precedes replies in prompts, but not in chats; empty if nothing does.
+        rows: The number of the last row.
     """
-    found, cut, left, lost = list[Example](), 0, 0, list[int]()
-    for number, row in enumerate(rows_of(rows), 1):
-        with errors_of(f"data: row {number}", row, _FORMS):
-            example, missing = _tokenized(row, tokenizer, train_on, words)
-        cut += len(example.tokens) > max_length
-        lost += [missing] if missing else []
-        example = Example(example.tokens[:max_length], example.labels[:max_length])
-        if example.trained[1:].any():  # nothing predicts the first token
-            found.append(example)
-        else:
-            left += 1
-    said = set() if said is None else said
-    note(said, "%d rows were truncated to max_length=%d tokens", cut, max_length)
-    note(said, "%d rows were left out, as they have no token to train", left)
-    text = "%d rows have replies that the chat template changes: %d replies are not trained"
-    note(said, text, len(lost), sum(lost))
-    if not found:
-        raise FeedError(
-            f"data: no row has a token to train with train_on='{train_on}' and "
-            f"max_length={max_length}; give other rows, or change these arguments"
-        )
-    return found
+
+    tokenizer: Callable[[], Tokenizer]
+    train_on: str
+    max_length: int
+    words: int | None = None
+    columns: Columns = None
+    met: Counter[str] = field(default_factory=Counter)
+    opened: str = ""
+    rows: int = 0
+
+    def examples(self, row: Any) -> list[Example]:
+        """Returns the examples of a row that have a token to train: none, one, or several."""
+        found, missing, opened = _tokenized(row, self.tokenizer, self.train_on, self.words)
+        self.opened = self.opened or opened
+        self.met["opened"] += bool(opened)
+        self.met["changed"] += bool(missing)
+        self.met["missing"] += missing
+        self.met["own"] += len(found) - 1
+        self.met["cut"] += sum(len(each.tokens) > self.max_length for each in found)
+        found = [Example(e.tokens[: self.max_length], e.labels[: self.max_length]) for e in found]
+        kept = [each for each in found if each.trained[1:].any()]  # nothing predicts the first
+        self.met["left"] += len(found) - len(kept)
+        return kept
+
+    def tell(self, said: set[str]) -> None:
+        """Logs what was met; see `note`."""
+        met = self.met
+        note(said, "%d rows were truncated to max_length=%d tokens", met["cut"], self.max_length)
+        note(said, "%d rows were left out, as they have no token to train", met["left"])
+        text = "%d rows have replies that the chat template changes: %d replies are not trained"
+        note(said, text, met["changed"] if met["missing"] else 0, met["missing"])
+        text = "%d replies that the chat template changes in longer chats are rows of their own"
+        note(said, text, met["own"])
+        text = "%d rows have replies without %r, with which generation begins"
+        note(said, text, met["opened"], self.opened)
 
 
-def note(said: set[str], text: str, count: int, *more: int) -> None:
+def note(said: set[str], text: str, count: int, *more: object) -> None:
     """Warns of rows, if there are any: once for each text, and later for those who want details."""
     if count:
         logger.log(logging.INFO if text in said else logging.WARNING, text, count, *more)
@@ -194,76 +238,68 @@ def batch_of(examples: Sequence[Example], padding: str = "right") -> dict[str, A
     }
 
 
-def rows_of(rows: Rows) -> Iterable[Any]:
-    """Returns rows, or those of a file, without the columns that are empty in a row.
-
-    Raises:
-        FeedError: If they are neither, or the file is not valid.
-    """
-    if isinstance(rows, Mapping) or not isinstance(rows, str | os.PathLike | Iterable):
-        parts = [f"data[{name!r}]" for name in rows] if isinstance(rows, Mapping) else []
-        what = f"; give one of its parts: {', '.join(parts)}" if parts else ""
-        raise FeedError(
-            "data must be the path of a file of JSON lines or Parquet, or rows, got "
-            f"{type(rows).__name__}{what}"
-        )
-    given = _of_file(rows) if isinstance(rows, str | os.PathLike) else rows
-    return (_without_empty(row) for row in given)
-
-
-def _without_empty(row: Any) -> Any:
-    if not isinstance(row, Mapping):
-        return row
-    return {name: value for name, value in row.items() if value is not None}
-
-
-def _of_file(rows: str | os.PathLike[str]) -> Iterable[Any]:
-    """Returns the rows of a file."""
-    if Path(rows).suffix == ".parquet":
-        return _parquet(Path(rows))
-    found = []
-    remedy = "give a file of JSON lines or Parquet"
-    with open_regular(rows, what="file", remedy=remedy) as lines:
-        check_size(f"file '{rows}'", os.fstat(lines.fileno()).st_size)
-        for number, line in enumerate(lines, 1):
-            try:
-                found += [read_json(line)] if line.strip() else []
-            except ValueError as error:
-                raise FeedError(f"file '{rows}', line {number}: invalid JSON: {error}") from error
-    return found
-
-
-def _parquet(file: Path) -> Iterator[Any]:
-    """Yields the rows of a file of Parquet."""
-    rows = open_arrow(file)
-    for begin in range(0, len(rows), _AT_ONCE):
-        yield from rows.records(begin, begin + _AT_ONCE)
-
-
 def _tokenized(
     row: Any, tokenizer: Callable[[], Tokenizer], train_on: str, words: int | None
-) -> tuple[Example, int]:
-    """Returns the tokens of a row, and the number of replies that are not trained."""
+) -> tuple[list[Example], int, str]:
+    """Returns the examples of a row, and what `chat` returns beside them."""
     if not isinstance(row, Mapping):
-        return _whole(tokens_of(row, words)), 0
+        return [_whole(tokens_of(row, words))], 0, ""
     if "input_ids" in row:
         tokens = tokens_of(row["input_ids"], words)
         labels = tokens_of(row.get("labels", tokens), words, labels=True)
         if len(labels) != len(tokens):
             raise ValueError(f"{len(tokens)} input_ids need as many labels, got {len(labels)}")
-        return Example(np.array(tokens, np.int64), np.array(labels, np.int64)), 0
-    if "messages" in row:
-        return chat(_turns(row["messages"]), tokenizer(), train_on)
-    if "conversations" in row:
-        return chat(_share_gpt(_turns(row["conversations"])), tokenizer(), train_on)
+        return [Example(np.array(tokens, np.int64), np.array(labels, np.int64))], 0, ""
+    messages = _messages_of(row, tokenizer)
+    if messages is not None:
+        return chat(messages, tokenizer(), train_on, template_settings(row))
+    row = as_prompt(row)
     if "completion" in row:
         whole = train_on == "all"
-        return answer(row["prompt"], row["completion"], tokenizer(), whole=whole), 0
+        return [answer(row["prompt"], row["completion"], tokenizer(), whole=whole)], 0, ""
     text = row["text"]
-    return _whole(tokenizer().tokens(text) + tokenizer().end), 0
+    return [_whole(tokenizer().tokens(text, end=False) + tokenizer().end)], 0, ""
 
 
-def _turns(given: Any) -> Sequence[Any]:
+def _messages_of(
+    row: Mapping[str, Any], tokenizer: Callable[[], Tokenizer]
+) -> list[Message] | None:
+    """Returns the messages of a row; None if it is no chat."""
+    if "messages" in row:
+        return list(turns_of(row["messages"]))
+    if "conversations" in row:
+        return _share_gpt(turns_of(row["conversations"]))
+    if is_chat(row.get("completion")):
+        given = [{**each, "weight": 0} for each in messages_in(row["prompt"])]
+        return [*given, *turns_of(row["completion"])]
+    pair = as_prompt(row)
+    if pair is row or not tokenizer().has_template:
+        return None
+    return [*messages_in(pair["prompt"]), {"role": "assistant", "content": pair["completion"]}]
+
+
+def as_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a row of Alpaca, or with question and answer, as one of prompt and completion."""
+    if "instruction" in row and "output" in row:
+        prompt = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
+        return {"prompt": prompt, "completion": row["output"]}
+    if "question" in row and "answer" in row:
+        return {"prompt": row["question"], "completion": row["answer"]}
+    return row
+
+
+def template_settings(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a row has for the chat template beside the messages."""
+    found = {name: row[name] for name in ("tools", "documents") if name in row}
+    more = row.get("chat_template_kwargs", {})
+    if not isinstance(more, Mapping) or {"messages", "add_generation_prompt"} & set(more):
+        raise ValueError("chat_template_kwargs must be names of the template and their values")
+    for name, value in found.items():
+        found[name] = [dict(e) for e in (read_json(value) if isinstance(value, str) else value)]
+    return found | {name: value for name, value in more.items() if value is not None}
+
+
+def turns_of(given: Any) -> Sequence[Any]:
     """Returns the dicts of a chat; a Sequence of Hugging Face's datasets is a dict of lists."""
     if not isinstance(given, Mapping):
         return list(given)
@@ -271,7 +307,7 @@ def _turns(given: Any) -> Sequence[Any]:
     return [dict(zip(given, values, strict=True)) for values in columns]
 
 
-def _share_gpt(turns: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+def _share_gpt(turns: Sequence[Mapping[str, str]]) -> list[Message]:
     """Returns the messages of a chat in the form of ShareGPT: turns with ``from`` and ``value``."""
     for turn in turns:
         if turn["from"] not in _SPEAKERS:
@@ -283,20 +319,50 @@ def _whole(tokens: list[int]) -> Example:
     return example_of(tokens, [True] * len(tokens))
 
 
+def messages_in(prompt: Any) -> Sequence[Message]:
+    """Returns a prompt in front of a reply that is a chat as messages."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else turns_of(prompt)
+
+
+def is_chat(given: Any) -> bool:
+    """Whether something is a list of messages."""
+    if isinstance(given, Mapping):  # a Sequence of Hugging Face's datasets
+        return "role" in given
+    given = given.tolist() if isinstance(given, np.ndarray) else given
+    return isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
+
+
 def answer(prompt: str, reply: str, tokenizer: Tokenizer, *, whole: bool = False) -> Example:
     """Returns a prompt and its answer, of which the answer is trained, or all."""
-    before = tokenizer.tokens(prompt)
+    before = tokenizer.tokens(prompt, end=False)
     after = tokenizer.tokens(reply, special=False) + tokenizer.end
     return example_of(before + after, [whole] * len(before) + [True] * len(after))
 
 
-def chat(messages: Sequence[Message], tokenizer: Tokenizer, train_on: str) -> tuple[Example, int]:
-    """Returns a chat, of which replies are trained, and the number of those that are not found."""
+def chat(
+    messages: Sequence[Message], tokenizer: Tokenizer, train_on: str, more: Names = None
+) -> tuple[list[Example], int, str]:
+    """Returns a chat as examples, of which replies are trained.
+
+    Args:
+        messages: The messages.
+        tokenizer: The tokenizer.
+        train_on: Which tokens to train.
+        more: Further names that the template reads, and their values.
+
+    Returns:
+        The chat; the chat up to each reply that the template changes in the whole chat; the number
+        of replies that are not found; and what precedes replies only where they are generated.
+    """
     if train_on == "all":
-        return _whole(tokenizer.tokens(tokenizer.chat(messages), special=False)), 0
-    text, replies = tokenizer.replies(messages)
-    count = sum(message["role"] == "assistant" for message in messages)
-    missing = max(0, count - sum(start < stop for start, stop in replies))
+        text = tokenizer.chat(messages, more)
+        return [_whole(tokenizer.tokens(text, special=False))], 0, ""
     if train_on == "completion":
-        replies, missing = replies[-1:], 0
-    return example_of(*tokenizer.tokens_in(text, replies)), missing
+        last = max((n for n, m in enumerate(messages) if m.get("role") == "assistant"), default=0)
+        messages = [
+            each if number == last or not isinstance(each, Mapping) else {**each, "weight": 0}
+            for number, each in enumerate(messages)
+        ]
+    found = tokenizer.replies(messages, more)
+    examples = [example_of(*tokenizer.tokens_in(*part)) for part in found.parts]
+    return examples, found.missing, found.opened

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import onnx
 
-from ortops.errors import UnsupportedError
+from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.adapters import adapter_of
 from ortops.graph.files.external import LightModel
+from ortops.llm.folder import Folder
 
 _KINDS = ("MoE", "QMoE")
 _LAYER = re.compile(r"layers?[./](\d+)")
@@ -120,6 +121,47 @@ def _set_length(graph: onnx.GraphProto, length: int | None) -> None:
             elif ids is not None:
                 dims[1].CopyFrom(ids.type.tensor_type.shape.dim[1])
     del graph.value_info[:]
+
+
+def no_language_model(folder: Folder, why: str, loss: str = "SoftmaxCrossEntropy") -> ModelError:
+    """Returns the refusal of a model that predicts no next tokens, with the call that trains it."""
+    form = "batch_first=True" if loss == "CTC" else "axis=-1, ignore_index=-100"
+    return ModelError(
+        f"'{folder.model}' is not a language model: {why}; train it with "
+        f"ortops.build_training_model(file, loss=ortops.losses.{loss}({form}), optimizer='AdamW')"
+    )
+
+
+def refuse_others(model: onnx.ModelProto, folder: Folder) -> None:
+    """Rejects models of speech or images, encoders with segments, and classifiers of tokens.
+
+    Raises:
+        ModelError: If it is one.
+    """
+    graph, ids = model.graph, folder.input_name("input_ids")
+    sizes = {tensor.name: tensor.dims for tensor in graph.initializer}
+    inputs = [value.name for value in graph.input if value.name not in sizes]
+    if ids not in inputs:
+        loss = "CTC" if "input_values" in inputs else "SoftmaxCrossEntropy"
+        raise no_language_model(folder, f"it has no input '{ids}', but {', '.join(inputs)}", loss)
+    if "token_type_ids" in inputs:
+        raise no_language_model(folder, "it is an encoder, with an input 'token_type_ids'")
+    logits = next((each for each in graph.output if each.name == folder.logits), None)
+    dims = [] if logits is None else logits.type.tensor_type.shape.dim
+    tables = [
+        node.input[0] for node in graph.node if node.op_type == "Gather" and ids in node.input
+    ]
+    known = max((sizes[name][0] for name in tables if sizes.get(name)), default=0)
+    if dims and 0 < dims[-1].dim_value < known / 2:
+        what = f"it has {dims[-1].dim_value} classes, and {known} tokens"
+        raise no_language_model(folder, what)
+
+
+def may_see_later_tokens(model: onnx.ModelProto) -> bool:
+    """Whether it takes a computation to know that no token sees later ones, as without a cache."""
+    graph = model.graph
+    cached = any(value.name.startswith("past") for value in graph.input)
+    return not cached and all(node.op_type != "GroupQueryAttention" for node in graph.node)
 
 
 def refuse_experts(model: onnx.ModelProto) -> None:

@@ -86,6 +86,7 @@ TUNING_FIT: Mapping[str, Option] = {
     "validation": Option(None, _HELD_OUT, "DATA"),
     "save": Option(None, "--save"),
     "save_steps": Option(None, "--checkpoint-steps"),
+    "columns": Option(None, "as prompt=question answer=reply", "NAME=COLUMN", several=True),
 }
 """The declarations of the arguments of `FineTuning.fit`; those of sessions come on top."""
 
@@ -103,7 +104,7 @@ _FOREIGN = (
     "accumulate=gradient_accumulation_steps,grad_accumulation_steps packing=neat_packing "
     "max_length=max_seq_length,max_seq_len,cutoff_len validation=val_size,eval_dataset "
     "train_on=assistant_only_loss,completion_only_loss,mask_prompt,train_on_inputs,train_on_prompt "
-    "save_steps=save_every optimizer=optim beta=pref_beta"
+    "save_steps=save_every optimizer=optim beta=pref_beta train_on=mask_history"
 )
 _SCHEDULE = ", a number or a schedule such as warmup_cosine(2e-4, warmup=0.03)"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,26 +12,35 @@ import numpy as np
 from ortops._common.arguments import choice
 from ortops.errors import ArgumentError, FeedError, UnsupportedError
 from ortops.llm.examples import (
+    FORMS,
     IGNORED,
     PADDING,
     Example,
-    Rows,
+    Reading,
+    Units,
     answer,
     batch_of,
     chat,
     errors_of,
     example_of,
-    note,
-    read_examples,
-    rows_of,
+    is_chat,
+    length_of,
+    messages_in,
+    template_settings,
     tokens_of,
+    turns_of,
 )
 from ortops.llm.folder import Folder
-from ortops.llm.sequence_pairs import FORMS, Array, Pair, pair_feeds, prefix_of, read_pair
+from ortops.llm.row_files import Columns, FileRows, Rows, check_columns, prepared, rows_of
+from ortops.llm.sequence_pairs import FORMS as FORMS_OF_PAIRS
+from ortops.llm.sequence_pairs import Array, Pair, pair_feeds, prefix_of, read_pair
 from ortops.llm.several_files import SeveralFiles
 from ortops.llm.tokenization import Tokenizer
 
 ANSWERS = ("chosen", "rejected")
+
+_HELD = 2**22
+"""The tokens of files that are held in memory."""
 
 
 class RowKind(ABC):
@@ -43,9 +53,11 @@ class RowKind(ABC):
 
     Attributes:
         needs_one: What needs this kind, as messages call it; empty if a row is one sequence.
+        forms: What a row must have, as messages say it.
     """
 
     needs_one = ""
+    forms = FORMS
 
     def __init__(
         self, folder: Folder, tokenizer: Callable[[], Tokenizer], words: int | None
@@ -53,9 +65,77 @@ class RowKind(ABC):
         self.folder, self.tokenizer, self.words = folder, tokenizer, words
         self.said = set[str]()
 
+    def read(self, data: Rows, *settings: Any) -> Units:
+        """Reads the rows of a data set; see `ortops.llm.FineTuning.fit`.
+
+        Those of large files are not held in memory, but read again when they are needed.
+
+        Args:
+            data: The data set.
+            *settings: ``max_length``, ``train_on``, and ``columns`` if they have other names.
+
+        Raises:
+            FeedError: If a row has another form, or no row has a token to train.
+        """
+        reading, rows = self._reading(*settings), rows_of(data)
+        held: list[Any] | None = []
+        numbers, lengths, size = array("q"), array("q"), 0  # of the row of each unit, its tokens
+        for number, units in enumerate(self._units(rows, reading)):
+            numbers.extend([number] * len(units))
+            lengths.extend(map(length_of, units))
+            size += sum(lengths[len(lengths) - len(units) :])
+            if held is not None:
+                held += units
+            if isinstance(rows, FileRows) and size > _HELD:
+                held = None
+        reading.tell(self.said)
+        if not lengths and not reading.rows:
+            raise FeedError("data: there are no rows; give at least one")
+        if not lengths:
+            raise FeedError(
+                f"data: no row has a token to train with train_on='{reading.train_on}' and "
+                f"max_length={reading.max_length}; give other rows, or change these arguments"
+            )
+        places = np.array(numbers)
+
+        def again(place: int) -> Any:
+            assert isinstance(rows, FileRows)
+            row = int(places[place])
+            units = next(self._units([rows[row]], reading, row + 1))
+            return units[place - int(np.searchsorted(places, row))]
+
+        read = again if held is None else held.__getitem__
+        return Units(read, places, np.array(lengths))
+
+    def stream(self, data: Iterable[Any], *settings: Any) -> Iterator[Any]:
+        """Yields the rows of a data set of any length, one after another; see `read`."""
+        reading = self._reading(*settings)
+        for units in self._units(data, reading):
+            yield from units
+        reading.tell(self.said)
+
+    def _reading(self, max_length: int, train_on: str, columns: Columns = None) -> Reading:
+        check_columns(columns)
+        return Reading(self.tokenizer, train_on, max_length, self.words, columns)
+
+    def _units(self, rows: Iterable[Any], reading: Reading, first: int = 1) -> Iterator[list[Any]]:
+        """Yields what each row is for a training: nothing, or one unit or several."""
+        for number, row in enumerate(rows, first):
+            reading.rows = number
+            found = prepared(row, reading.columns)
+            with errors_of(f"data: row {number}", found, self.forms):
+                units = self.units(found, reading, number)
+            yield units
+
     @abstractmethod
-    def read(self, data: Rows, max_length: int, train_on: str) -> Sequence[Any]:
-        """Reads the rows of a data set; see `ortops.llm.FineTuning.fit`."""
+    def units(self, row: Any, reading: Reading, number: int) -> list[Any]:
+        """Returns what a row is for a training.
+
+        Args:
+            row: The row.
+            reading: How rows are read.
+            number: Its number, from 1.
+        """
 
     @abstractmethod
     def batch(self, rows: Sequence[Any], padding: str) -> dict[str, Array]:
@@ -82,13 +162,11 @@ class RowKind(ABC):
 class Sequences(RowKind):
     """Rows that are one sequence of tokens each: a text, or a chat."""
 
-    def read(self, data: Rows, max_length: int, train_on: str) -> Sequence[tuple[Example, ...]]:
+    def units(self, row: Any, reading: Reading, number: int) -> list[Any]:
         """See `RowKind`."""
-        rows = list(rows_of(data))
-        if any(map(_is_preference, rows)):
+        if _is_preference(row):
             raise FeedError("data: rows with chosen and rejected need loss=ortops.losses.DPO()")
-        settings = (train_on, max_length, self.words, self.said)
-        return [(each,) for each in read_examples(rows, self.tokenizer, *settings)]
+        return [(each,) for each in reading.examples(row)]
 
     def batch(self, rows: Sequence[tuple[Example, ...]], padding: str) -> dict[str, Array]:
         """See `RowKind`."""
@@ -127,37 +205,34 @@ class Comparisons(Sequences):
     """
 
     needs_one = "DPO"
+    forms = "have prompt, chosen and rejected"
 
-    def read(self, data: Rows, max_length: int, train_on: str) -> Sequence[tuple[Example, ...]]:
+    def units(self, row: Any, reading: Reading, number: int) -> list[Any]:
         """See `RowKind`."""
-        found = []
-        rows = list(rows_of(data))
-        if not all(map(_is_preference, rows)):
+        if not _is_preference(row):
             raise FeedError("data: for DPO, each row must have chosen and rejected")
-        for number, row in enumerate(rows, 1):
-            with errors_of(f"data: row {number}", row, "have prompt, chosen and rejected"):
-                pair = tuple(self._answer(row, name) for name in ANSWERS)
-            length = max(len(each.tokens) for each in pair)
-            if length > max_length:  # a truncated answer would lose what makes it better or worse
-                raise FeedError(
-                    f"data: row {number} has {length} tokens, but max_length is {max_length}; "
-                    "increase max_length, or leave the row out"
-                )
-            if not all(each.trained[1:].any() for each in pair):
-                raise FeedError(f"data: row {number} has an empty answer; leave the row out")
-            found.append(pair)
-        if not found:
-            raise FeedError("data has no rows; give at least one")
-        return found
+        pair = tuple(self._answer(row, name) for name in ANSWERS)
+        length = length_of(pair)
+        if length > reading.max_length:  # a truncated answer would lose what makes it better
+            raise FeedError(
+                f"data: row {number} has {length} tokens, but max_length is "
+                f"{reading.max_length}; increase max_length, or leave the row out"
+            )
+        if not all(each.trained[1:].any() for each in pair):
+            raise FeedError(f"data: row {number} has an empty answer; leave the row out")
+        return [pair]
 
     def _answer(self, row: Mapping[str, Any], name: str) -> Example:
         """Returns an answer with its prompt, of which only the answer is trained."""
         prompt, reply = row.get("prompt", []), row[name]
-        if isinstance(reply, str):
+        if isinstance(reply, str) and not is_chat(prompt):
             return answer(row["prompt"], reply, self.tokenizer())
-        if _is_chat(reply):
-            messages = [*(prompt if _is_chat(prompt) else _said(prompt)), *reply]
-            return chat(messages, self.tokenizer(), "completion")[0]
+        if isinstance(reply, str):
+            reply = [{"role": "assistant", "content": reply}]
+        if is_chat(reply):
+            messages = [*messages_in(prompt), *turns_of(reply)]
+            more = template_settings(row)
+            return chat(messages, self.tokenizer(), "completion", more)[0][0]
         tokens = [*tokens_of(prompt, self.words), *tokens_of(reply, self.words)]
         return example_of(tokens, [place >= len(prompt) for place in range(len(tokens))])
 
@@ -171,31 +246,26 @@ class SequencePairs(RowKind):
     """
 
     needs_one = "a model with an encoder"
+    forms = FORMS_OF_PAIRS
 
     def __init__(self, files: SeveralFiles, *settings: Any) -> None:
         super().__init__(*settings)
         self._inputs = files.inputs
 
-    def read(self, data: Rows, max_length: int, train_on: str) -> Sequence[Any]:
+    def units(self, row: Any, reading: Reading, number: int) -> list[Any]:
         """See `RowKind`."""
-        found, cut = list[Pair](), 0
-        limit = self.folder.config.get("max_target_positions")
-        longest = min(max_length, limit) if isinstance(limit, int) else max_length
         settings = (self.tokenizer, self.folder, self.words)
-        for number, row in enumerate(rows_of(data), 1):
-            with errors_of(f"data: row {number}", row, FORMS):
-                source, labels = read_pair(row, *settings)
-                prefix = prefix_of(row.get("decoder_prefix", ()), *settings)
-            is_long = source.ndim == 1 and len(source) > max_length
-            rest = max(0, longest - len(prefix))
-            cut += is_long or len(labels) > rest
-            found.append(Pair(source[:max_length] if is_long else source, labels[:rest], prefix))
-            if not len(source) or not (found[-1].labels != IGNORED).any():
-                raise FeedError(f"data: row {number} has no token to train; leave it out")
-        note(self.said, "%d rows were truncated to max_length=%d tokens", cut, longest)
-        if not found:
-            raise FeedError("data: there are no rows")
-        return found
+        source, labels = read_pair(row, *settings)
+        prefix = prefix_of(row.get("decoder_prefix", ()), *settings)
+        limit = self.folder.config.get("max_target_positions")
+        longest = min(reading.max_length, limit) if isinstance(limit, int) else reading.max_length
+        rest = max(0, longest - len(prefix))
+        is_long = source.ndim == 1 and len(source) > reading.max_length
+        reading.met["cut"] += is_long or len(labels) > rest
+        pair = Pair(source[: reading.max_length] if is_long else source, labels[:rest], prefix)
+        if not len(source) or not (pair.labels != IGNORED).any():
+            raise FeedError(f"data: row {number} has no token to train; leave it out")
+        return [pair]
 
     def batch(self, rows: Sequence[Any], padding: str) -> dict[str, Array]:
         """See `RowKind`."""
@@ -218,12 +288,3 @@ class SequencePairs(RowKind):
 def _is_preference(row: Any) -> bool:
     """Whether a row has a chosen and a rejected answer."""
     return isinstance(row, Mapping) and set(ANSWERS) <= set(row)
-
-
-def _said(prompt: Any) -> list[dict[str, str]]:
-    """Returns a prompt in front of a reply that is a chat as messages."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-
-
-def _is_chat(given: Any) -> bool:
-    return isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import ArgumentError, FeedError, ModelError
-from ortops.llm.examples import IGNORED, tokens_of
+from ortops.llm.examples import IGNORED, as_prompt, tokens_of
 from ortops.llm.folder import Folder
 from ortops.llm.tokenization import Tokenizer
 
@@ -54,6 +54,7 @@ def read_pair(
     """Returns what the encoder reads of a row, and the labels of the decoder."""
     if not isinstance(row, Mapping):
         raise TypeError("not a dict")
+    row = as_prompt(row)
     source: Array
     if "input_features" in row:
         source = _features(row["input_features"])

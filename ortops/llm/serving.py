@@ -70,7 +70,7 @@ class Server:
                     "append it to the prompt"
                 )
             if isinstance(prompt, str):
-                return tokenizer().tokens(prompt), None, True
+                return tokenizer().tokens(prompt, end=False), None, True
             if len(prompt) and isinstance(prompt[0], Mapping):
                 text = tokenizer().chat(prompt, begin_reply=True)
                 return tokenizer().tokens(text, special=False), None, True
@@ -132,7 +132,8 @@ class Server:
                 "time, size]; generate with the tool that serves the folder"
             )
         heads, size = known.past
-        return np.zeros((1, heads, capacity, size), known.dtype)
+        is_cache = len(known.dims or ()) == 4  # not the state of a convolution
+        return np.zeros((1, heads, capacity, size) if is_cache else (1, heads, size), known.dtype)
 
 
 def _unread(fixed: Mapping[str, Array], value: Any) -> Array:

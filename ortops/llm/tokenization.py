@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,6 +20,9 @@ from ortops.llm.folder import Folder
 
 Message: TypeAlias = Mapping[str, Any]
 """A message of a chat, with ``role`` and ``content``."""
+
+Names: TypeAlias = Mapping[str, Any] | None
+"""Further names that a chat template reads, and their values."""
 
 _LIMITS = ("text_seconds", "text_memory")
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -54,21 +58,22 @@ class Tokenizer:
             )
         self._open()
 
-    def tokens(self, text: str, *, special: bool = True) -> list[int]:
+    def tokens(self, text: str, *, special: bool = True, end: bool = True) -> list[int]:
         """Returns the tokens of a text.
 
         Args:
             text: The text.
             special: Whether to add the tokens that the tokenizer adds around a text.
+            end: Whether to add those behind it, too.
         """
-        return list(self._ask("tokens", _text(text), special, [])[0])
+        return list(self._ask("tokens", _text(text), special, end, [])[0])
 
     def tokens_in(
-        self, text: str, places: Sequence[tuple[int, int]]
+        self, text: str, places: Sequence[rendering.Place]
     ) -> tuple[list[int], list[bool]]:
-        """Returns the tokens of a text, and whether each is within places: its characters are."""
-        tokens, are_in = self._ask("tokens", text, False, places)
-        return tokens, are_in or [False] * len(tokens)
+        """Returns the tokens of a text, and whether each is within places, at least in part."""
+        tokens, are_in = self._ask("tokens", text, False, True, places)
+        return tokens, are_in
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Returns the text of tokens.
@@ -84,24 +89,36 @@ class Tokenizer:
         """The token that ends a text, in a list that is empty if there is none."""
         return list(self._folder.end[:1]) if self._end is None else [self._end]
 
-    def replies(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """Returns the text of a chat, and the characters of each reply of the assistant.
+    @property
+    def has_template(self) -> bool:
+        """Whether the folder has a chat template."""
+        return self._found_template({}) is not None
+
+    def replies(self, messages: Sequence[Message], more: Names = None) -> Replies:
+        """Returns the text of a chat, and where the replies of the assistant are.
 
         If the template marks replies with ``{% generation %}``, these marks count. Otherwise, the
-        chat is rendered up to each reply. A template that changes earlier messages, such as those
-        that remove earlier reasoning, leaves out what cannot be found.
+        chat is rendered up to each reply, and with its content replaced.
+
+        Args:
+            messages: The messages; one with ``weight`` 0 is not trained.
+            more: Further names that the template reads, such as ``tools``, and their values.
 
         Raises:
             ModelError: See `chat`.
         """
-        text, found = self._ask("replies", self._read_template(), _messages(messages))
-        return text, found
+        more = more or {}
+        found = self._ask("replies", self._read_template(more), _messages(messages), more)
+        return Replies(*found)
 
-    def chat(self, messages: Sequence[Message], *, begin_reply: bool = False) -> str:
+    def chat(
+        self, messages: Sequence[Message], more: Names = None, *, begin_reply: bool = False
+    ) -> str:
         """Returns the text of a chat.
 
         Args:
             messages: The messages.
+            more: See `replies`.
             begin_reply: Whether to add what precedes a reply of the assistant.
 
         Raises:
@@ -109,7 +126,8 @@ class Tokenizer:
             RefusedTextError: If the template rejects the messages.
             OrtopsError: If the package jinja2 is not installed.
         """
-        return str(self._ask("chat", self._read_template(), _messages(messages), begin_reply))
+        given = _messages(messages), more or {}, begin_reply
+        return str(self._ask("chat", self._read_template(more or {}), *given))
 
     def _open(self) -> None:
         """Starts the process of the tokenizer, or reads it in this one if files are trusted."""
@@ -143,7 +161,7 @@ class Tokenizer:
         given = json.dumps([name, *arguments], ensure_ascii=False, default=_plain)
         body = given.encode("utf-8", "surrogatepass")
         is_chat = name in ("chat", "replies")
-        rounds = len(arguments[1]) + 1 if is_chat else 1
+        rounds = 6 * len(arguments[1]) + 1 if is_chat else 1  # a reply is found in 6 at most
         size += len(body) - (len(arguments[0]) if is_chat else 0)
         file = self._template if is_chat else self._file
         part = "its chat template" if is_chat else "its tokenizer"
@@ -174,29 +192,53 @@ class Tokenizer:
         found = found.get("content") if isinstance(found, Mapping) else found
         return found if isinstance(found, str) else ""
 
-    def _read_template(self) -> str:
+    def _read_template(self, more: Mapping[str, Any]) -> str:
         """Returns the chat template."""
         if self._source is not None:
             return self._source
+        found = self._found_template(more)
+        if found is None:
+            raise ModelError(
+                f"folder '{self._folder.path}': it has no chat template; add chat_template.jinja, "
+                "or give rows with prompt and completion instead of messages"
+            )
+        if not isinstance(self._folder.tokenizer_config.get("chat_template"), list):
+            self._source = found
+        return found
+
+    def _found_template(self, more: Mapping[str, Any]) -> str | None:
+        """Returns the chat template; with tools, the one for them, if there are several."""
         self._template = self._folder.path / "tokenizer_config.json"
         found = self._folder.tokenizer_config.get("chat_template")
         file = self._folder.path / "chat_template.jinja"
         if file.is_file():
             self._template = file
             try:
-                found = read_regular(file, most=LIMITS.metadata_bytes).decode()
+                return read_regular(file, most=LIMITS.metadata_bytes).decode()
             except UnicodeDecodeError as error:
                 raise ModelError(f"file '{file}': not UTF-8: {error}; correct it") from error
-        elif isinstance(found, list):  # several, by name
+        if isinstance(found, list):  # several, by name
             named = {e.get("name"): e.get("template") for e in found if isinstance(e, Mapping)}
             found = named.get("default")
-        if not isinstance(found, str):
-            raise ModelError(
-                f"folder '{self._folder.path}': it has no chat template; add chat_template.jinja, "
-                "or give rows with prompt and completion instead of messages"
-            )
-        self._source = found
-        return found
+            if more.get("tools") is not None:
+                found = named.get("tool_use", found)
+        return found if isinstance(found, str) else None
+
+
+@dataclass(frozen=True)
+class Replies:
+    """What is trained of a chat.
+
+    Attributes:
+        parts: The text of the chat with the places of replies; then, for each reply that the
+            template drops or rewrites in it, the chat up to that reply with its place.
+        missing: The number of replies that are not found.
+        opened: What precedes replies in a prompt, but not in a chat, such as ``<think>``.
+    """
+
+    parts: list[tuple[str, list[rendering.Place]]]
+    missing: int
+    opened: str
 
 
 def _text(given: Any) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -25,7 +26,6 @@ from ortops.engine.building.parameters import quantized
 from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.fit_options import checked_options, has_options
 from ortops.engine.training.history import History
-from ortops.engine.training.row_data import Division
 from ortops.engine.training.schedule_length import steps_left
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError, UnsupportedError
@@ -35,18 +35,21 @@ from ortops.graph.files.external import LightModel, move_aside
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.graph.files.opening import read_regular
 from ortops.graph.passes.rematerialization import Checkpoint
-from ortops.llm.batches import Batches, Epochs
-from ortops.llm.examples import (
-    IGNORED,
-    Rows,
-)
+from ortops.llm.batches import Batches, Epochs, check_stream
+from ortops.llm.examples import IGNORED, Units
 from ortops.llm.folder import (
     Folder,
     open_folder,
 )
 from ortops.llm.generation import Sampling
-from ortops.llm.graphs import refuse_experts, without_pruning
+from ortops.llm.graphs import (
+    may_see_later_tokens,
+    refuse_experts,
+    refuse_others,
+    without_pruning,
+)
 from ortops.llm.options import FIRST_OPTIONS, TUNING, TuningOptions, remedies
+from ortops.llm.row_files import Rows, is_stream
 from ortops.llm.row_kinds import Comparisons, RowKind, SequencePairs, Sequences
 from ortops.llm.saving import ADAPTER, TRAINING, FolderWriter, refuse_unfinished
 from ortops.llm.serving import Server
@@ -60,7 +63,7 @@ from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
 from ortops.losses.preference import REWARD_MARGIN
 from ortops.metrics.metric import Array, Mean
 from ortops.optimizers import Optimizer, resolve
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 logger = logging.getLogger("ortops")
 
@@ -130,7 +133,8 @@ class FineTuning:
 
     Raises:
         ArgumentError: If an argument is wrong.
-        ModelError: If the folder has no model, or the model has no layer to adapt.
+        ModelError: If the folder has no model, the model has no layer to adapt, or it is not a
+            language model, such as a masked one.
         UnsupportedError: If an operator behind an adapted layer has no gradient, such as MoE.
 
     Example:
@@ -155,7 +159,7 @@ class FineTuning:
         rank: int | None = 8,
         alpha: float = 16,
         targets: str | Sequence[str] | None = None,
-        learning_rate: float | Schedule = RATE,
+        learning_rate: LearningRate = RATE,
         recompute: Checkpoint | None = None,
         adapter: str | os.PathLike[str] | None = None,
         **options: Unpack[TuningOptions],
@@ -172,6 +176,8 @@ class FineTuning:
             trainable = _trainable(model, folder, given, files)
         providers = given["providers"]
         self._start(folder, trainable, files=files, recompute=recompute, providers=providers)
+        if files is None and may_see_later_tokens(trainable.proto):
+            self._batches.refuse_sight(self.session)
         if adapter is not None:  # without an active adapter, the saved model is the base
             self._writer.initial = _without_update(trainable, self._writer.initial)
 
@@ -237,22 +243,35 @@ class FineTuning:
         validation: Rows | float | None = None,
         save: str | os.PathLike[str] | None = None,
         save_steps: int | None = None,
+        columns: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> History:
         """Trains the adapter.
 
         Args:
-            data: The path of a file of JSON lines or Parquet, or an iterable of rows, such as a
-                data set of Hugging Face. A row is a dict with
+            data: The path of a file of JSON lines, JSON (a list), CSV or Parquet, or of a folder
+                of these, or an iterable of rows, such as a data set of Hugging Face. A row is a
+                dict with
 
-                - ``messages``: a chat, a list of dicts with ``role`` and ``content``;
+                - ``messages``: a chat, a list of dicts with ``role`` and ``content``, a text or a
+                  list of texts; those with ``weight`` 0 are not trained;
                 - ``conversations``: a chat in the form of ShareGPT, a list of dicts with ``from``
                   (``human``, ``gpt`` or ``system``) and ``value``;
-                - ``prompt`` and ``completion``: two texts;
+                - ``prompt`` and ``completion``: two texts, or two lists of messages;
+                - ``instruction``, optionally ``input``, and ``output`` (Alpaca), or ``question``
+                  and ``answer``: a chat if the folder has a chat template, else two texts;
                 - ``text``: a text;
                 - ``input_ids``: tokens, and optionally ``labels``, as in transformers: as many,
                   not shifted, each of them a token that is trained in the place of that in
                   ``input_ids`` (usually the same), or -100 for one that the loss ignores.
+
+                Beside a chat, a row may have ``tools``, ``documents``, and
+                ``chat_template_kwargs``, such as ``{"enable_thinking": False}``. What the chat
+                template changes in a longer chat, such as earlier reasoning, becomes a row of its
+                own: the chat up to that reply.
+
+                Rows of files are read when they are needed. An iterator without a length needs
+                ``max_steps`` and ``shuffle=False``.
 
                 For a model with an encoder, a row has ``prompt`` (for the encoder) and
                 ``completion`` (for the decoder), or ``input_ids`` and ``labels``, or
@@ -287,6 +306,9 @@ class FineTuning:
                 `save`). After `load`, ``fit(…, resume=True)`` continues an interrupted training, as
                 if it had never stopped.
             save_steps: The number of steps between saves, in place of an epoch.
+            columns: The columns of the data by the names above, if they have others:
+                ``{"prompt": "question", "completion": "answer"}``. Then no others are read, but
+                those for the chat template.
             **settings: Further arguments of `ortops.TrainingSession.fit`, such as ``accumulate``,
                 ``max_steps`` and ``callbacks``.
 
@@ -306,36 +328,39 @@ class FineTuning:
             >>> from ortops.llm import FineTuning
             >>> tuning = FineTuning("model", rank=2)  # doctest: +SKIP
             >>> history = tuning.fit(rows, epochs=2, progress=False)  # doctest: +SKIP
-            >>> history.columns["steps"]  # doctest: +SKIP
+            >>> history.history["steps"]  # doctest: +SKIP
             [1, 2]
         """
         batch_size = whole_number("batch_size", batch_size, 1)
-        seed = whole_number("seed", seed, 0)
-        examples = self._batches.read(data, max_length, train_on)
+        seed, epochs = whole_number("seed", seed, 0), whole_number("epochs", epochs, 1)
         self._batches.check(padding, group_by_length=group_by_length)
-        if isinstance(validation, int | float):
-            examples, held_out = self._batches.split(examples, validation, seed)
-            settings["validation"] = list(self._batches.of(held_out, batch_size))
-        elif validation is not None:
-            held_out = self._batches.read(validation, max_length, train_on)
-            settings["validation"] = list(self._batches.of(held_out, batch_size))
-        if boolean("packing", packing):
-            examples = self._batches.pack(examples, max_length, self.session)
-
-        def epoch(number: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
-            generator = np.random.default_rng((seed, number)) if shuffle else None
-            units = self._batches.order(
-                examples, batch_size, generator=generator, group_by_length=group_by_length
+        reading = max_length, train_on, columns
+        held_out: Units | None = None
+        count: int | None = None
+        if is_stream(data):
+            given: Any = self._batches.stream(data, batch_size, padding, *reading)
+            refused = {"shuffle": shuffle, "group_by_length": group_by_length, "packing": packing}
+            check_stream(refused, settings.get("max_steps"), validation)
+        else:
+            units = self._batches.read(data, *reading)
+            if isinstance(validation, int | float):
+                units, held_out = self._batches.split(units, validation, seed)
+            if boolean("packing", packing):
+                units = self._batches.pack(units, max_length, self.session)
+            order = seed if shuffle else None
+            given = self._batches.epochs(
+                units, batch_size, padding, seed=order, group_by_length=group_by_length
             )
-            return self._batches.of(units, batch_size, padding)
-
-        count = len(Division(examples, batch_size))
-        call = {"epochs": whole_number("epochs", epochs, 1), "batches": count}
-        steps = steps_left({**call, "accumulate": settings.get("accumulate", 1)})
+            count = len(given)
+        if validation is not None and not isinstance(validation, int | float):
+            held_out = self._batches.read(validation, *reading)
+        if held_out is not None:
+            settings["validation"] = self._batches.epochs(held_out, batch_size)
+        call = {"epochs": epochs, "batches": count, "accumulate": settings.get("accumulate", 1)}
+        steps = steps_left(call)
         known = [each for each in (steps, settings.get("max_steps")) if each is not None]
         callbacks = [*settings.pop("callbacks", ()), Estimate(min(known))]
         callbacks += self._writer.checkpoints(save, save_steps)
-        given = Epochs(epoch, count)
         return self.session.fit(given, epochs=epochs, seed=seed, callbacks=callbacks, **settings)
 
     def evaluate(
@@ -346,6 +371,7 @@ class FineTuning:
         train_on: str = "assistant",
         *,
         exact_match: bool = False,
+        columns: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
         """Computes the loss and other metrics of rows.
 
@@ -355,6 +381,7 @@ class FineTuning:
             max_length: The largest number of tokens of a row.
             train_on: Which tokens count.
             exact_match: Whether to generate the last reply or completion of each row, too.
+            columns: See `fit`.
 
         Returns:
             ``loss``, the mean over the tokens that count; ``perplexity``, its exponential;
@@ -375,12 +402,12 @@ class FineTuning:
             ['accuracy', 'loss', 'perplexity']
         """
         batch_size = whole_number("batch_size", batch_size, 1)
-        examples = self._batches.read(data, max_length, train_on)
+        examples = self._batches.read(data, max_length, train_on, columns)
         if exact_match:
             self._batches.kind.refuse("exact_match")
+        batches = self._batches.epochs(examples, batch_size)
         if isinstance(self._batches.kind, Comparisons):
-            return _rewards(self.session, self._batches.of(examples, batch_size))
-        batches = list(self._batches.of(examples, batch_size))
+            return _rewards(self.session, batches)
         found = self.session.evaluate(batches, metrics=["accuracy"])
         with np.errstate(over="ignore"):
             found["perplexity"] = float(np.exp(found["loss"]))
@@ -396,6 +423,8 @@ class FineTuning:
         batch_size: int = 4,
         max_length: int = 512,
         train_on: str = "assistant",
+        *,
+        columns: Mapping[str, str] | None = None,
     ) -> str:
         """Returns the first batch as text, with marks around the tokens that are trained.
 
@@ -404,6 +433,7 @@ class FineTuning:
             batch_size: The number of rows.
             max_length: The largest number of tokens of a row.
             train_on: Which tokens to train.
+            columns: See `fit`.
 
         Raises:
             ArgumentError: If an argument is wrong.
@@ -418,7 +448,8 @@ class FineTuning:
             2 + 2 = «4<|end|>»
         """
         count = whole_number("batch_size", batch_size, 1)
-        units = self._batches.read(data, max_length, train_on)
+        given = itertools.islice(data, count) if is_stream(data) else data
+        units = self._batches.read(given, max_length, train_on, columns)
         return self._batches.kind.show(units[:count])
 
     def generate(
@@ -587,6 +618,7 @@ def _adapted(
     model = load_light(folder.model if files is None else files.base)  # without its data
     if files is None:
         model = without_pruning(model)
+        refuse_others(model.proto, folder)
     if adapter_of(model.proto.metadata_props) is not None:
         raise ModelError(
             f"folder '{folder.path}': its model already has an adapter; continue with "
@@ -624,7 +656,7 @@ def _refuse_adapter(model: LightModel, given: Mapping[str, Any]) -> None:
         )
 
 
-def _rewards(session: TrainingSession, pairs: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def _rewards(session: TrainingSession, pairs: Epochs) -> dict[str, float]:
     """Returns the loss of DPO, the reward margin and the reward accuracy of batches of pairs."""
     algorithm = session._loaded.proto.training_info[0].algorithm
     made = [name for node in algorithm.node for name in node.output]
@@ -632,7 +664,7 @@ def _rewards(session: TrainingSession, pairs: Iterable[Mapping[str, Any]]) -> di
     compared = {"output": margin, "target": session.metadata.prediction.target}
     margins = _Margin(name="reward_margin", **compared)
     preferred = _Preferred(name="reward_accuracy", **compared)
-    return session.evaluate(list(pairs), metrics=[margins, preferred])
+    return session.evaluate(pairs, metrics=[margins, preferred])
 
 
 class _Margin(Mean):

@@ -17,7 +17,15 @@ import numpy as np
 from ortops.errors import ModelError, UnsupportedError, did_you_mean
 from ortops.graph.adapters import scaling
 from ortops.graph.files.json_text import read_settings
-from ortops.graph.layer_names import FUSED, ends_with, plain, standard, whole_of
+from ortops.graph.layer_names import (
+    FUSED,
+    common_name,
+    ends_with,
+    own_name,
+    plain,
+    standard,
+    whole_of,
+)
 from ortops.lora.model import Array
 from ortops.lora.targets import Target, parts
 
@@ -78,7 +86,7 @@ class Places:
         Returns:
             The nodes of each layer of the model, and the rows of B that belong to it.
         """
-        found = self._named(peft)
+        found = self._named(peft) or self._named(common_name(peft))
         if found:
             return [(_single(found, peft), b)]
         scope, dot, last = peft.rpartition(".")
@@ -146,7 +154,7 @@ def peft_layers(
     joined: dict[str, dict[str, PeftLayer]] = {}
     for name, layer in layers.items():
         own = known.get(name, "")
-        found = own or standard(name).removeprefix(prefix)
+        found = own or own_name(standard(name), model_type).removeprefix(prefix)
         whole = whole_of(standard(name))
         if whole and ((fusing and not own) or (own and ends_with(whole, own))):
             part = standard(name).rpartition(".")[2]

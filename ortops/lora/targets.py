@@ -214,7 +214,7 @@ def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]
     pieces = {target: parts(target) for target in everything}
     layers = [each for target in everything for each in (target, *pieces[target])]
     known = dict.fromkeys(n for t in layers for n in (t.module, t.weight.name or ""))
-    included, excluded = split("targets", patterns, known)
+    included, excluded = split(patterns, known)
     out: set[Target] = set()
     for pattern in excluded:
         for target in _found(work, everything, pieces, pattern, known, "!"):

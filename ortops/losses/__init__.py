@@ -16,8 +16,8 @@ add a loss to ortops, write a subclass of `Loss` in a file of this folder, and l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from typing import TypeAlias
+from dataclasses import MISSING, fields, replace
+from typing import Any, TypeAlias
 
 from ortops._common.other_names import declared, find_name, foreign, other_names
 from ortops.errors import ArgumentError
@@ -100,14 +100,17 @@ value is a name, or a hint if the name has several meanings. A class declares th
 for _public in (Combined, Loss, *LOSSES.values()):
     _public.__module__ = __name__  # so that messages show the public name
 
-LossLike: TypeAlias = str | Loss | type[Loss] | Function
-"""A loss, its class or the name of its class (both with default arguments), or a function."""
+LossLike: TypeAlias = str | Loss | type[Loss] | Function | Mapping[str, Any]
+"""A loss, its class or the name of its class (both with default arguments), or a function; or a
+dict with a loss for each of several outputs."""
 
 
 def resolve(loss: LossLike) -> Loss | Function:
     """Resolves the argument ``loss=`` to a loss or a function.
 
-    Names may be written in lower case, and as in PyTorch or Keras, if their meaning is clear.
+    Names may be written in lower case, and as in PyTorch or Keras, if their meaning is clear. A
+    dict is the sum of the losses of its outputs, each with the target input ``labels_<output>`` or
+    ``targets_<output>``, unless the loss names another one.
 
     Raises:
         ArgumentError: If no loss has that name, or the value has another type.
@@ -117,6 +120,9 @@ def resolve(loss: LossLike) -> Loss | Function:
         True
         >>> [resolve(name).name for name in ("mse", "cross_entropy", "CTCLoss")]
         ['MeanSquaredError', 'SoftmaxCrossEntropy', 'CTC']
+        >>> both = resolve({"classes": "SoftmaxCrossEntropy", "boxes": 0.3 * L1()})
+        >>> [(weight, loss.output, loss.target) for weight, loss in both.summands]
+        [(1.0, 'classes', 'labels_classes'), (0.3, 'boxes', 'targets_boxes')]
         >>> resolve("MeanSquared")
         Traceback (most recent call last):
         ...
@@ -133,6 +139,8 @@ def resolve(loss: LossLike) -> Loss | Function:
     elif isinstance(loss, Loss):
         if type(loss) is not Loss:
             return loss
+    elif isinstance(loss, Mapping):
+        return _by_output(loss)
     elif callable(loss) and not foreign(loss):
         return loss
     if name := foreign(loss):
@@ -144,6 +152,23 @@ def resolve(loss: LossLike) -> Loss | Function:
     raise ArgumentError(
         f"loss must be one of ortops.losses, its name, or a function of Tensors, got {loss!r}"
     )
+
+
+def _by_output(losses: Mapping[str, Any]) -> Loss:
+    """Returns the sum of the losses of several outputs."""
+    summands: list[tuple[float, Loss]] = []
+    for output, given in losses.items():
+        loss = resolve(given)
+        if not isinstance(loss, Loss):
+            raise ArgumentError(f"loss['{output}'] must be one of ortops.losses, got {given!r:.80}")
+        for weight, each in loss.summands if isinstance(loss, Combined) else [(1.0, loss)]:
+            if each.output not in (None, output):
+                raise ArgumentError(f"loss['{output}'] must leave out output=, got {each.output!r}")
+            target = each.target or f"{each.default_target}_{output}"
+            summands.append((weight, replace(each, output=output, target=target)))
+    if not summands:
+        raise ArgumentError("loss must have a loss for each output that counts, got {}")
+    return Combined(summands=tuple(summands))
 
 
 def _default(loss: type[Loss]) -> Loss:

@@ -139,6 +139,7 @@ class Scene:
             found = self.find(name)
             if found is None:
                 hint = did_you_mean(name, self.names)
+                hint += f" (its outputs are {', '.join(repr(v.name) for v in self.outputs)})"
                 raise ModelError(f"loss {who}: the model has no tensor '{name}'; {hint}")
             return found
         value = default_output(self.outputs)

@@ -18,6 +18,7 @@ named ``labels`` or ``targets``.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -57,6 +58,9 @@ __all__ += ["Function", "Metric", "StreamingMetric", "resolve"]
 Metric: TypeAlias = StreamingMetric | type[StreamingMetric] | Callable[..., Any]
 """A metric that is not given by name."""
 
+Metrics: TypeAlias = str | Metric | Sequence[str | Metric] | Mapping[str, Any]
+"""Metrics, or metrics by the output that they measure."""
+
 OTHER_NAMES: Mapping[str, str] = {
     **other_names(METRICS),
     "categoricalaccuracy": "use 'accuracy', whose labels are class numbers: give "
@@ -68,11 +72,12 @@ OTHER_NAMES: Mapping[str, str] = {
 """What other libraries call metrics, as in `ortops.losses.OTHER_NAMES`."""
 
 
-def resolve(metrics: str | Metric | Sequence[str | Metric]) -> dict[str, StreamingMetric]:
+def resolve(metrics: Metrics) -> dict[str, StreamingMetric]:
     """Returns metrics by their names in results.
 
     Args:
-        metrics: Names, instances and functions (see `ortops.metrics`), or a single one.
+        metrics: Names, instances and functions (see `ortops.metrics`), or a single one; or a dict
+            of these by the output that they measure. Their results are ``<metric>_<output>``.
 
     Raises:
         ArgumentError: If a name is unknown, or two metrics have the same name.
@@ -80,12 +85,13 @@ def resolve(metrics: str | Metric | Sequence[str | Metric]) -> dict[str, Streami
     Example:
         >>> sorted(resolve(["accuracy", TopK(5)]))
         ['accuracy', 'top_k']
+        >>> sorted(resolve({"kind": ["accuracy", "acc"], "price": "mae"}))
+        ['acc_kind', 'accuracy_kind', 'mae_price']
     """
+    if isinstance(metrics, Mapping):
+        metrics = [_of_output(each, name) for name, own in metrics.items() for each in _list(own)]
     found: dict[str, StreamingMetric] = {}
-    single = isinstance(metrics, str | StreamingMetric) or callable(metrics)
-    if not single and not isinstance(metrics, Sequence):
-        raise ArgumentError(f"metrics must be a list of metrics, got {metrics!r:.80}")
-    for metric in [metrics] if single else metrics:  # type: ignore[union-attr]
+    for metric in _list(metrics):
         made = _resolve(metric)
         if made.label in found or made.label == "loss":
             whose = "of the loss" if made.label == "loss" else "of another metric"
@@ -94,6 +100,26 @@ def resolve(metrics: str | Metric | Sequence[str | Metric]) -> dict[str, Streami
             )
         found[made.label] = made
     return found
+
+
+def _list(metrics: Any) -> Sequence[Any]:
+    """Returns one metric or several as a sequence."""
+    if isinstance(metrics, str | StreamingMetric) or callable(metrics):
+        return [metrics]
+    if not isinstance(metrics, Sequence):
+        raise ArgumentError(f"metrics must be a list of metrics, got {metrics!r:.80}")
+    return metrics
+
+
+def _of_output(metric: Any, output: str) -> StreamingMetric:
+    """Returns a metric that measures an output."""
+    made = copy.copy(_resolve(metric))
+    if made.output not in (None, output):
+        raise ArgumentError(f"metrics['{output}'] must leave out output=, got {made.output!r}")
+    if made.name and made.output is None:
+        made.name = f"{made.name}_{output}"
+    made.output = output
+    return made
 
 
 def _resolve(metric: Any) -> StreamingMetric:

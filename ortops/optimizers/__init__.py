@@ -26,7 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ortops._common.other_names import declared, find_name, foreign, other_names
+from ortops._common.other_names import (
+    declared,
+    explain_arguments_of,
+    find_name,
+    foreign,
+    other_names,
+)
 from ortops.errors import ArgumentError
 from ortops.optimizers import (
     distance,
@@ -69,6 +75,8 @@ __all__ += variants.__all__
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = declared(Optimizer, __all__, globals())
 """The optimizer classes by name; a name selects an optimizer with its defaults."""
+
+explain_arguments_of(OPTIMIZERS.values())
 
 __all__ += ["OPERATORS", "OPTIMIZERS", "OTHER_NAMES", "Custom", "Operator", "Optimizer"]
 __all__ += ["UpdateRule", "resolve"]

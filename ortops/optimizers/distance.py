@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ortops.optimizers.optimizer import RANGES, Arrays, Optimizer, Ranges, UpdateRule, arrays
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 __all__ = ["Prodigy", "prodigy"]
 
@@ -168,7 +168,7 @@ class Prodigy(Optimizer):
         {'V': (3, 2), 'H': (3, 2), 'S': (3, 2), 'P': (3, 2), 'N': (), 'D': ()}
     """
 
-    learning_rate: float | Schedule = 1.0
+    learning_rate: LearningRate = 1.0
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8

@@ -19,7 +19,7 @@ from ortops.optimizers.optimizer import (
     norm,
     shrunk,
 )
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 __all__ = ["Adafactor", "adafactor", "adafactor_unfactored"]
 
@@ -219,7 +219,7 @@ class Adafactor(Optimizer):
         {'H': (3,)}
     """
 
-    learning_rate: float | Schedule = 0.01
+    learning_rate: LearningRate = 0.01
     beta2_decay: float = -0.8
     epsilon1: float = _EPSILON
     epsilon2: float = 1e-3

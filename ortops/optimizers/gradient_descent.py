@@ -21,7 +21,7 @@ from ortops.optimizers.optimizer import (
     as_float32,
     regularized,
 )
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 __all__ = ["SGD", "Momentum", "momentum", "sgd"]
 
@@ -154,7 +154,7 @@ class Momentum(Optimizer):
 
     _other_names = ("sgdmomentum",)
 
-    learning_rate: float | Schedule = 0.01
+    learning_rate: LearningRate = 0.01
     alpha: float = 0.9
     beta: float = 1.0
     mode: Mode = "standard"
@@ -197,7 +197,7 @@ class SGD(Optimizer):
 
     _other_names = ("gradientdescent",)
 
-    learning_rate: float | Schedule = 0.01
+    learning_rate: LearningRate = 0.01
     norm_coefficient: float = 0.0
     momentum: float = 0.0
     dampening: float = 0.0

@@ -14,7 +14,7 @@ from ortops.optimizers.optimizer import (
     arrays,
     norm,
 )
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 __all__ = ["LAMB", "lamb"]
 
@@ -103,7 +103,7 @@ class LAMB(Optimizer):
         [0.9]
     """
 
-    learning_rate: float | Schedule = 1e-3
+    learning_rate: LearningRate = 1e-3
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-6

@@ -18,7 +18,7 @@ from ortops.optimizers.optimizer import (
     regularized,
     shrunk,
 )
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 __all__ = [
     "AMSGrad",
@@ -312,7 +312,7 @@ class Adam(Optimizer):
         ortops.errors.ArgumentError: optimizer Adam: epsilon must be a finite number > 0, got 0.0
     """
 
-    learning_rate: float | Schedule = 1e-3
+    learning_rate: LearningRate = 1e-3
     alpha: float = 0.9
     beta: float = 0.999
     epsilon: float = 1e-8
@@ -361,7 +361,7 @@ class AdamW(Optimizer):
         [0.85]
     """
 
-    learning_rate: float | Schedule = 1e-3
+    learning_rate: LearningRate = 1e-3
     alpha: float = 0.9
     beta: float = 0.999
     epsilon: float = 1e-8
@@ -471,7 +471,7 @@ class AMSGrad(Optimizer):
         [0.9]
     """
 
-    learning_rate: float | Schedule = 1e-3
+    learning_rate: LearningRate = 1e-3
     alpha: float = 0.9
     beta: float = 0.999
     epsilon: float = 1e-8

@@ -6,13 +6,13 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 
 from ortops._common.arguments import boolean, number, parameters_of
 from ortops.errors import ArgumentError
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate, Schedule, schedule_of
 
 UpdateRule: TypeAlias = Callable[..., Any]
 """``(r, t, x, g, *state, *, attributes) -> (x_new, *state_new)`` on numpy arrays or Tensors."""
@@ -163,7 +163,9 @@ class Optimizer:
             # a node optimizer.operator(r, t, x, g, *state) with optimizer.operator_attributes
 
     Attributes:
-        learning_rate: The initial learning rate (R), finite and non-negative; or a schedule.
+        learning_rate: The initial learning rate (R), finite and non-negative; or a schedule, or a
+            function of the number of completed steps, which may use what NumPy arrays and
+            `ortops.Tensor` both support.
         first_step: The value of T in the first update.
         copies: The states that start as the parameter; the others start as zeros.
         average: The state that is the trained parameter, if the parameter is only where gradients
@@ -179,7 +181,7 @@ class Optimizer:
         ('Adam', 0.1, ('V', 'H'), 1)
     """
 
-    learning_rate: float | Schedule
+    learning_rate: LearningRate
 
     first_step: ClassVar[int] = 0
     copies: ClassVar[tuple[str, ...]] = ()
@@ -193,6 +195,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         """Converts numbers to float and rejects values that are out of range."""
+        object.__setattr__(self, "learning_rate", schedule_of(self.learning_rate))
         for each in fields(self):
             if isinstance(getattr(self, each.name), Schedule) and each.name == "learning_rate":
                 continue
@@ -206,8 +209,8 @@ class Optimizer:
     @property
     def peak(self) -> float:
         """The peak learning rate of the schedule; without a schedule, the learning rate."""
-        rate = self.learning_rate
-        return rate.peak if isinstance(rate, Schedule) else rate
+        schedule = self.schedule
+        return cast(float, self.learning_rate) if schedule is None else schedule.peak
 
     @property
     def schedule(self) -> Schedule | None:
@@ -359,7 +362,7 @@ class Custom(Optimizer):
     """
 
     function: UpdateRule
-    learning_rate: float | Schedule = field(default=0.01, kw_only=True)
+    learning_rate: LearningRate = field(default=0.01, kw_only=True)
 
     @property
     def rule(self) -> UpdateRule:

@@ -19,7 +19,7 @@ from ortops.optimizers.optimizer import (
     norm,
     shrunk,
 )
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 __all__ = ["Muon", "muon"]
 
@@ -140,7 +140,7 @@ class Muon(Optimizer):
         'AdamW'
     """
 
-    learning_rate: float | Schedule = 1e-3
+    learning_rate: LearningRate = 1e-3
     weight_decay: float = 0.1
     momentum: float = 0.95
     nesterov: bool = True

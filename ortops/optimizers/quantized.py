@@ -12,7 +12,7 @@ import numpy as np
 from ortops._common.arguments import whole_number
 from ortops.optimizers.moments import AdamW, adamw_after_correction
 from ortops.optimizers.optimizer import Arrays, Optimizer, UpdateRule, arrays
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 __all__ = ["Adam8bit", "adam8bit"]
 
@@ -190,7 +190,7 @@ class Adam8bit(Optimizer):
         'AdamW'
     """
 
-    learning_rate: float | Schedule = 1e-3
+    learning_rate: LearningRate = 1e-3
     alpha: float = 0.9
     beta: float = 0.999
     epsilon: float = 1e-8

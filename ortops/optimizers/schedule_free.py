@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ortops.optimizers.optimizer import RANGES, Arrays, Optimizer, Ranges, UpdateRule, arrays
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 __all__ = ["ScheduleFreeAdamW", "schedule_free_adamw"]
 
@@ -133,7 +133,7 @@ class ScheduleFreeAdamW(Optimizer):
         (('Z', 'A'), 'A')
     """
 
-    learning_rate: float | Schedule = 2.5e-3
+    learning_rate: LearningRate = 2.5e-3
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8

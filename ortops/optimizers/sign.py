@@ -12,7 +12,7 @@ from ortops.optimizers.optimizer import (
     arrays,
     shrunk,
 )
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 __all__ = ["Lion", "lion"]
 
@@ -89,7 +89,7 @@ class Lion(Optimizer):
         [0.9]
     """
 
-    learning_rate: float | Schedule = 1e-4
+    learning_rate: LearningRate = 1e-4
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 1e-3

@@ -17,7 +17,7 @@ from ortops.optimizers.optimizer import (
     as_float32,
     regularized,
 )
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 __all__ = ["Adadelta", "Adagrad", "RMSprop", "adadelta", "adagrad", "rmsprop"]
 
@@ -100,7 +100,7 @@ class Adagrad(Optimizer):
         [0.9]
     """
 
-    learning_rate: float | Schedule = 0.01
+    learning_rate: LearningRate = 0.01
     epsilon: float = 1e-6
     decay_factor: float = 0.0
     norm_coefficient: float = 0.0
@@ -254,7 +254,7 @@ class RMSprop(Optimizer):
         (('H',), ('H', 'A', 'V'))
     """
 
-    learning_rate: float | Schedule = 0.01
+    learning_rate: LearningRate = 0.01
     rho: float = 0.99
     epsilon: float = 1e-8
     momentum: float = 0.0
@@ -290,7 +290,7 @@ class Adadelta(Optimizer):
         [0.9997]
     """
 
-    learning_rate: float | Schedule = 1.0
+    learning_rate: LearningRate = 1.0
     rho: float = 0.9
     epsilon: float = 1e-6
     norm_coefficient: float = 0.0

@@ -16,7 +16,7 @@ from ortops.optimizers.optimizer import (
     regularized,
     shrunk,
 )
-from ortops.schedules import Schedule
+from ortops.schedules import LearningRate
 
 __all__ = ["Adamax", "NAdam", "RAdam", "adamax", "nadam", "radam"]
 
@@ -270,7 +270,7 @@ class NAdam(Optimizer):
         [0.8944]
     """
 
-    learning_rate: float | Schedule = 2e-3
+    learning_rate: LearningRate = 2e-3
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
@@ -305,7 +305,7 @@ class RAdam(Optimizer):
         [0.95]
     """
 
-    learning_rate: float | Schedule = 1e-3
+    learning_rate: LearningRate = 1e-3
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
@@ -337,7 +337,7 @@ class Adamax(Optimizer):
         [0.9]
     """
 
-    learning_rate: float | Schedule = 2e-3
+    learning_rate: LearningRate = 2e-3
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8

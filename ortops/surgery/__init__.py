@@ -9,7 +9,7 @@ from ortops.surgery.head import replace_head
 from ortops.surgery.output import name_output
 from ortops.surgery.postprocessing import before_postprocessing
 from ortops.surgery.pruning import ChannelGroup, channel_groups, prune
-from ortops.surgery.tied import untie
+from ortops.surgery.tied import tie, untie
 
 __all__ = [
     "ChannelGroup",
@@ -20,5 +20,6 @@ __all__ = [
     "name_output",
     "prune",
     "replace_head",
+    "tie",
     "untie",
 ]

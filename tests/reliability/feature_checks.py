@@ -506,6 +506,7 @@ def _fit_plainly(draw: Draw, data: Arrays, held_out: Arrays, found: Expected) ->
     watching = Watching()
     found.seen = watching.seen
     plain = replace(draw, validation=draw.validation and "dict", prefetch=0, progress=False)
+    plain = replace(plain, drop_last=False)  # these batches lack it
     session.fit(
         lambda epoch: models.batches_of(draw, data, epoch, session.steps_done),
         callbacks=[watching],
@@ -552,13 +553,17 @@ def _check(draw: Draw, folder: Path) -> None:
     with unchanged(inference, source):
         trainable = models.build(draw, source)
     opened = models.with_second_entry(trainable) if draw.entries else trainable
+    weighted = opened
+    if draw.unweighted:
+        trainable = models.build(draw, source, unweighted=True)
+        opened = models.with_second_entry(trainable) if draw.entries else trainable
     given = given_as(draw.file, opened, folder / "given" / "trainable.onnx")
     data, held_out = models.arrays_of(draw), models.arrays_of(draw, 15 if draw.fixed else 7)
     copies = {name: array.copy() for name, array in data.items()}
     with unchanged(trainable, opened, given):
         run = train(draw, given, data, held_out, folder)
         same = draw.kernels in ("auto", "compiled")
-        plain = open_session(draw, opened, "onnx" if same else None, in_backward=False)
+        plain = open_session(draw, weighted, "onnx" if same else None, in_backward=False)
         expected = train_plainly(draw, plain, data, held_out)
         check_history(draw, run.history, expected)
         check_measured(draw, run.history, expected)
@@ -749,7 +754,7 @@ def check_predict(run: Run, given: Given) -> None:
     """Predictions do not depend on the form of the data, nor on how they are cut."""
     draw, session = run.draw, run.session
     arrays = {name: given.data[name] for name in models.MODELS[draw.model].inputs}
-    ordered = models.batches_of(replace(draw, shuffle=False), arrays, 1, 0)
+    ordered = models.batches_of(replace(draw, shuffle=False, drop_last=False), arrays, 1, 0)
     expected = np.concatenate([session.predict([batch], outputs="y") for batch in ordered])
     data = models.in_form(draw, arrays, given.folder / "predicted")
     collate = models.collate_of(draw)

@@ -360,15 +360,21 @@ def optimizer_of(draw: Draw) -> Any:
     return OPTIMIZERS[draw.optimizer](learning_rate=RATES[draw.rate](), **settings)
 
 
-def build(draw: Draw, source: Any) -> onnx.ModelProto:
-    """Returns the trainable model of a draw, given its inference model in any form."""
+def build(draw: Draw, source: Any, *, unweighted: bool = False) -> onnx.ModelProto:
+    """Returns the trainable model of a draw, given its inference model in any form.
+
+    Args:
+        draw: The draw.
+        source: The inference model.
+        unweighted: Whether its loss has no weights, although the draw has some.
+    """
     clipping: dict[str, Any] = {
         **({"clip_norm": 0.5} if draw.clip in ("norm", "both") else {}),
         **({"clip_value": 0.05} if draw.clip in ("value", "both") else {}),
     }
     result = ortops.build_training_model(
         source,
-        loss=loss_of(draw),
+        loss=LOSSES[draw.loss]() if unweighted else loss_of(draw),
         optimizer=optimizer_of(draw),
         trainable={"all": None, "some": ["head*"], "not some": ["!head?b*"]}[draw.trainable],
         groups={"head*": {"learning_rate": 0.05}} if draw.groups else None,
@@ -695,8 +701,11 @@ def batches_of(draw: Draw, arrays: Arrays, epoch: int, steps: int) -> list[Array
     if draw.shuffle and draw.has_rows:
         rows = len(next(iter(arrays.values())))
         places = np.random.default_rng((draw.seed, steps)).permutation(rows)
-        return cut(arrays, draw.batch_size, places)
-    batches = cut(arrays, draw.batch_size)
+        batches = cut(arrays, draw.batch_size, places)
+    else:
+        batches = cut(arrays, draw.batch_size)
+    if draw.drop_last:
+        del batches[len(next(iter(arrays.values()))) // draw.batch_size :]
     return rotated(batches, epoch) if draw.data == "generator of an epoch" else batches
 
 

@@ -81,6 +81,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
         *("weighted", "sum of losses", "sum of classes", "summed", "function"),
     ),
     "sample_weight": ("", "column", "array", "classes"),
+    "unweighted": (False, True),
     "entries": (False, True),
     "optimizer": tuple(OPTIMIZERS),
     "rate": (
@@ -132,6 +133,7 @@ class _Values:
         loss: The loss; see `feature_models.LOSSES`.
         sample_weight: How the loss gets weights of rows, "" for none: as a column of the data, or
             by an argument of fit, an array or weights of classes.
+        unweighted: Whether the file was built without weights of rows, which fit is given.
         entries: Whether the file has a second training_info entry, for the other weights. It makes
             no steps.
         optimizer: The optimizer.
@@ -149,6 +151,7 @@ class _Values:
         batch_size: Rows in a batch.
         epochs: Epochs.
         shuffle: Whether rows are shuffled.
+        drop_last: Whether a last batch of fewer rows is left out.
         prefetch: Batches that a thread reads ahead.
         accumulate: Batches that make one step.
         validation: The form of the validation data, "" for none.
@@ -240,6 +243,18 @@ RULES: tuple[Rule, ...] = (
         lambda sample_weight, loss: bool(sample_weight) and loss == "function",
     ),
     Rule(
+        "a file without weights gets them by an argument",
+        lambda unweighted, sample_weight: unweighted and sample_weight not in ("array", "classes"),
+    ),
+    Rule(
+        "a file without weights evaluates, serves and exports its own loss",
+        lambda unweighted, also: unweighted and also != "",
+    ),
+    Rule(
+        "the held-out rows have a column for weights",
+        lambda unweighted, validation: unweighted and bool(validation),
+    ),
+    Rule(
         "an array of weights is for rows that are known in advance",
         lambda sample_weight, data: (
             sample_weight == "array" and data in (*BATCH_FORMS, "function of rows")
@@ -282,6 +297,18 @@ RULES: tuple[Rule, ...] = (
         lambda sample_weight, loss: (
             sample_weight in ("array", "classes") and loss == "sum of classes"
         ),
+    ),
+    Rule(
+        "batches, and rows whose number is not known, have no last batch to leave out",
+        lambda drop_last, data: drop_last and data in (*BATCH_FORMS, "function of rows"),
+    ),
+    Rule(
+        "there is a batch with all of its rows",
+        lambda drop_last, batch_size: drop_last and batch_size > ROWS,
+    ),
+    Rule(
+        "the first data set of this check has as many rows as the second",
+        lambda drop_last, also: drop_last and also == "one big batch",
     ),
     Rule(
         "an iterator serves one epoch",

@@ -101,7 +101,7 @@ def test_a_warning_would_be_seen(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.nightly(30)
-@pytest.mark.quick(10)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("then", "other"), PAIRS)
 def test_branches_of_several_shapes(
     then: str, other: str, capfd: pytest.CaptureFixture[str]
@@ -160,6 +160,7 @@ def looped(name: str, h: Array, flag: bool) -> Array:
     return states if flag else h
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     proto = parser.parse_model(

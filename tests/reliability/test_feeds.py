@@ -520,6 +520,7 @@ def test_what_cannot_be_bound() -> None:
                 use([feeds] if use in (session.evaluate, session.fit) else feeds)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("given", [np.ones(1, np.float32), np.array([7]), [1.0], np.array([b"a"])])
 def test_strings_are_no_numbers(given: Any) -> None:
     session = reading("string[batch] s", 'found = RegexFullMatch<pattern = "a.*">(s)')

@@ -469,7 +469,7 @@ def drawn(seed: int, count: int) -> list[Draw]:
     ]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_model(kind: str) -> None:
     """With two methods, and with all if tests may take long."""

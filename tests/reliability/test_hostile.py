@@ -311,7 +311,7 @@ def test_hostile_models_do_no_harm(tmp_path: Path) -> None:
     assert not {names[int(number)]: wrong for number, wrong in found.items()}
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_hostile_models_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

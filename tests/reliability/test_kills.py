@@ -138,7 +138,7 @@ class Tune:
         session = FineTuning.load(self.saved).session
         state = {name: array.tobytes() for name, array in session.state.items()}
         files = {n: c for n, c in contents(self.saved).items() if n != "training.state"}
-        return {**state, "losses": session.history.columns["loss"], **files}
+        return {**state, "losses": session.history.history["loss"], **files}
 
     def what_is_wrong_after(self, killed: list[Snapshot], *more: str) -> list[str]:
         """Runs the command after kills; returns where it ends with other bits than without one."""
@@ -418,7 +418,7 @@ def aged(folder: Path) -> None:
         os.utime(file, (1e9, 1e9))
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("older", [False, True], ids=["the first", "over an older one"])
 @pytest.mark.parametrize(("name", "every"), EACH)
 def test_a_killed_writer_leaves_old_or_new_files(

@@ -20,6 +20,7 @@ def test_a_signal_arrives_and_leaves_a_whole_step(victim: str, name: str) -> Non
     assert len(tries) == len(SIGNALS) * sum(TRIES.values())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("victim", KINDS)
 def test_the_oracle_is_right_and_sees_what_is_torn(victim: str) -> None:
     """Without it, the test above could pass on anything."""

@@ -99,7 +99,7 @@ def add_training(
             f"{name!r:.80}"
         )
     light = convert.load_light(model)
-    place = _place(light.proto, name)
+    place = place_of(light.proto, name)
     bare = LightModel(onnx.ModelProto(), light.data)
     bare.proto.CopyFrom(light.proto)
     del bare.proto.training_info[:]
@@ -116,7 +116,7 @@ def add_training(
     return LightModel(result, {**light.data, **made.data}).attach()
 
 
-def _place(proto: onnx.ModelProto, name: str) -> Place:
+def place_of(proto: onnx.ModelProto, name: str) -> Place:
     """Returns the place of a new entry in a model.
 
     Raises:

@@ -483,6 +483,23 @@ class Plan:
         return loss, updates
 
 
+def write_loss(
+    prepared: Prepared, loss: Loss, inputs: losses.Inputs | None, seed: int
+) -> tuple[onnx.GraphProto, dict[str, object]]:
+    """Returns an algorithm that only computes a loss, and the roles of its names.
+
+    Args:
+        prepared: The model. It cannot be used for another algorithm.
+        loss: The loss.
+        inputs: See `build_training_model`.
+        seed: See `build_training_model`.
+    """
+    forward = _emit_forward(prepared, loss, inputs, 0.0, seed)
+    counts = [part.count for part in forward.loss.parts if part.count is not None]
+    write_algorithm(prepared.result, forward.algorithm, counts, prepared.place.name)
+    return prepared.result.proto.training_info[-1].algorithm, forward.metadata()
+
+
 def plan_training(
     prepared: Prepared,
     *,

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortops._common.arguments import number
 from ortops._common.numbers import real
-from ortops.engine.building.scopes import ScopeNames, matches, split
+from ortops.engine.building.scopes import ScopeNames, matched, split
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.optimizers import Custom, Optimizer
 
@@ -53,24 +53,16 @@ def optimizers_of(
     settings: dict[str, dict[str, Any]] = {}
     for key, given in groups.items():
         _check(optimizer, key, given)
-        (pattern,), excluded = split("groups", [key], names)
-        out = {name for each in excluded for name in _matched(each, names, scopes)}
-        matched = [name for name in _matched(pattern, names, scopes) if name not in out]
-        if not matched or (excluded and not out):
-            what = f"excludes {'all' if out else 'none'} of the parameters that are"
-            raise ModelError(
-                f"groups: '{key}' {what if excluded else 'matches no parameter that is'} trained; "
-                + did_you_mean(key[len(excluded) :], names)
-            )
-        for name in matched:
+        (pattern,), excluded = split([key], names)
+        out = {name for each in excluded for name in matched(each, names, scopes)}
+        found = [name for name in matched(pattern, names, scopes) if name not in out]
+        if not found or (excluded and not out):
+            what = f"excludes {'every' if out else 'no'}" if excluded else "matches no"
+            hint = did_you_mean(key[len(excluded) :], names)
+            raise ModelError(f"groups: '{key}' {what} parameter that is trained; {hint}")
+        for name in found:
             settings[name] = {**settings.get(name, {}), **given}
     return {name: _with(optimizer, own) for name, own in settings.items()}
-
-
-def _matched(pattern: str, names: Sequence[str], scopes: Mapping[str, ScopeNames]) -> list[str]:
-    if pattern in names:
-        return [pattern]
-    return [n for n in names if matches(pattern, n, scopes.get(n, ScopeNames()))]
 
 
 def ratio(optimizer: Optimizer, base: Optimizer) -> float:

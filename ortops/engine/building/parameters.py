@@ -24,7 +24,7 @@ from ortops.engine.building.readers import (
     formal_name,
     readers,
 )
-from ortops.engine.building.scopes import ScopeNames, matches, nearest, scopes_of, split
+from ortops.engine.building.scopes import ScopeNames, matched, nearest, scopes_of, split
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph.constants import constant_tensor
 from ortops.graph.edit import describe
@@ -123,7 +123,7 @@ def choose(
     """
     floats = {name: value for name, value in weights.items() if _is_float(value)}
     # If all names are exact, as those of an adapter are, the values of gigabytes need not be read.
-    included, excluded = split("trainable", trainable or (), floats)
+    included, excluded = split(trainable or (), floats)
     reads = trainable is None or not all(pattern in floats for pattern in included)
     reasons, unexpected = dict[str, str](), set[str]()
     for name, value in floats.items():
@@ -140,7 +140,7 @@ def choose(
     choice = Choice(floats, {}, constants=constants)
     out = _excluded(excluded, weights, scopes)
     for pattern in included:
-        found = [pattern] if pattern in floats else _matched(pattern, default, scopes)
+        found = [pattern] if pattern in floats else matched(pattern, default, scopes)
         if not found:
             raise ModelError(f"trainable: {_why_no_match(pattern, weights, reasons, scopes)}")
         names = [name for name in found if name not in out]
@@ -151,11 +151,11 @@ def choose(
             )
         choice.patterns[pattern] = names
         choice.trained.update((name, floats[name]) for name in names)
-        choice.unexpected.update(_matched(pattern, unexpected - out.keys(), scopes))
+        choice.unexpected.update(matched(pattern, unexpected - out.keys(), scopes))
         if pattern not in found:
             choice.said += _elsewhere(f"'{pattern}' includes", pattern, names, scopes)
     for pattern in excluded:
-        lost = [name for name in _matched(pattern, default, scopes) if name in out]
+        lost = [name for name in matched(pattern, default, scopes) if name in out]
         if pattern not in weights:
             choice.said += _elsewhere(f"'!{pattern}' excludes", pattern, lost, scopes)
     for pattern, names in choice.patterns.items():
@@ -163,9 +163,8 @@ def choose(
             whole = {**choice.trained, **out}
             choice.said += _partial_matches(pattern, names, default, whole, scopes)
     choice.said += _untied(choice.trained) + _merged(choice.trained)
-    choice.reasons = {
-        n: out.get(n) or reasons.get(n, unnamed) for n in floats if n not in choice.trained
-    }
+    why = {**reasons, **out}
+    choice.reasons = {n: why.get(n, unnamed) for n in floats if n not in choice.trained}
     return choice
 
 
@@ -175,13 +174,10 @@ def _excluded(
     """Returns the initializers that some patterns match, with the reason not to train them."""
     out: dict[str, str] = {}
     for pattern in patterns:
-        found = [pattern] if pattern in weights else _matched(pattern, weights, scopes)
+        found = matched(pattern, weights, scopes)
         if not found:
             hint = nearest(pattern, list(weights), scopes) or did_you_mean(pattern, weights)
-            raise ModelError(
-                f"trainable: '!{pattern}' excludes nothing, because the model has no initializer "
-                f"'{pattern}'; {hint}"
-            )
+            raise ModelError(f"trainable: '!{pattern}' excludes no initializer; {hint}")
         for name in found:
             out.setdefault(name, f"is excluded by '!{pattern}'")
     return out
@@ -189,10 +185,6 @@ def _excluded(
 
 def _is_float(value: ir.Value) -> bool:
     return value.dtype is not None and value.dtype.is_floating_point()
-
-
-def _matched(pattern: str, names: Iterable[str], scopes: Mapping[str, ScopeNames]) -> list[str]:
-    return [name for name in names if matches(pattern, name, scopes.get(name, ScopeNames()))]
 
 
 def _why_no_match(
@@ -210,7 +202,7 @@ def _why_no_match(
             f"initializer '{pattern}' is of type {dtype}; only floating-point ones can be trained"
             + remedy
         )
-    if refused := _matched(pattern, reasons, scopes):
+    if refused := matched(pattern, reasons, scopes):
         listed = listed_with_reasons({name: reasons[name] for name in refused}, "which ")
         return (
             f"'{pattern}' matches no weight, only {listed}; to train "
@@ -609,7 +601,7 @@ def _is_constant(value: ir.Value | None) -> bool:
 def _untied(trained: Mapping[str, ir.Value]) -> list[str]:
     """Returns messages about equal matrices, which were probably one tied weight before export."""
     alike: dict[object, list[tuple[str, ir.TensorProtocol]]] = {}
-    said = []
+    copies: dict[str, dict[str, str]] = {}
     for name, value in trained.items():
         tensor = value.const_value
         shape = () if tensor is None else tuple(tensor.shape.numpy())
@@ -623,14 +615,16 @@ def _untied(trained: Mapping[str, ir.Value]) -> list[str]:
             one, array = given.numpy(), tensor.numpy()
             if _same(one, array) or _same(one, array.T):
                 how = "copy" if _same(one, array) else "transposed copy"
-                said.append(
-                    f"'{name}' is a {how} of '{other}', as if a tied weight was exported twice; "
-                    "the two are trained independently"
-                )
+                copies.setdefault(other, {})[name] = f"'{name}' is a {how} of '{other}'"
                 break
         else:
             alike[key].append((name, tensor))
-    return said
+    return [
+        f"{', '.join(found.values())}, as if a tied weight was exported {len(found) + 1} times; "
+        f"they are trained independently, unless ortops.surgery.tie(model, {[other, *found]}) "
+        "makes them one"
+        for other, found in copies.items()
+    ]
 
 
 def _same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:

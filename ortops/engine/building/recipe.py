@@ -11,19 +11,24 @@ import numpy as np
 from ortops import losses, optimizers
 from ortops.errors import OrtopsError
 
+_MOST = 2**14  # numbers of an array in a recipe
+
+MISSING_ARGUMENTS = "missing"
+"""The key of the names of arguments, besides loss and optimizer, that a recipe cannot hold."""
+
 
 def recipe_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of `ortops.build_training_model` as far as JSON can hold them.
 
     Args:
-        arguments: The arguments by name. A loss or an optimizer with functions, arrays, models or
-            schedules in it is left out. If this applies to any other argument, the result is empty.
+        arguments: The arguments by name. A loss or an optimizer with functions, models or schedules
+            in it is left out. If this applies to any other argument, it is listed as missing.
     """
     found = {name: _described(name, value) for name, value in arguments.items()}
-    for name, value in arguments.items():
-        if value is not None and found[name] is None and name not in ("loss", "optimizer"):
-            return {}
-    return {name: value for name, value in found.items() if value is not None}
+    described = {name: value for name, value in found.items() if value is not None}
+    lacking = [n for n, v in arguments.items() if v is not None and found[n] is None]
+    lacking = [name for name in lacking if name not in ("loss", "optimizer")]
+    return {**described, MISSING_ARGUMENTS: lacking} if lacking else described
 
 
 def arguments_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,10 +37,10 @@ def arguments_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OrtopsError: If a loss or an optimizer in it is unknown or has other arguments.
     """
-    found = dict(recipe)
+    found = {name: value for name, value in recipe.items() if name != MISSING_ARGUMENTS}
     try:
         if "loss" in found:
-            found["loss"] = _made(found["loss"], losses.LOSSES)
+            found["loss"] = _made_loss(found["loss"])
         if "optimizer" in found:
             found["optimizer"] = _made(found["optimizer"], optimizers.OPTIMIZERS)
         if "inputs" in found:
@@ -52,7 +57,7 @@ def arguments_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
 def _described(name: str, value: Any) -> Any:
     """Returns an argument as JSON; None if that is impossible, or it is None."""
     if name == "loss":
-        return _record(losses.resolve(value), losses.LOSSES)
+        return _loss_record(losses.resolve(value))
     if name == "optimizer":
         return _record(optimizers.resolve(value), optimizers.OPTIMIZERS)
     if name == "inputs" and value:
@@ -72,6 +77,20 @@ def _dimension(value: Any) -> str | int | None:
     return value if value is None or isinstance(value, str) else int(value)
 
 
+def _loss_record(loss: Any) -> dict[str, Any] | None:
+    """Returns a loss by its name, or a sum of losses."""
+    if type(loss) is not losses.Combined:
+        return _record(loss, losses.LOSSES)
+    summands = [[weight, _loss_record(each)] for weight, each in loss.summands]
+    return None if any(each is None for _, each in summands) else {"sum": summands}
+
+
+def _made_loss(record: Mapping[str, Any]) -> losses.Loss:
+    if "sum" not in record:
+        return _made(record, losses.LOSSES)  # type: ignore[no-any-return]  # as the table says
+    return losses.Combined(summands=tuple((w, _made_loss(each)) for w, each in record["sum"]))
+
+
 def _record(value: Any, known: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns a dataclass by its name, with the fields that differ from their defaults."""
     name = type(value).__name__
@@ -82,6 +101,8 @@ def _record(value: Any, known: Mapping[str, Any]) -> dict[str, Any] | None:
         own = getattr(value, each.name)
         if each.default is not MISSING and type(own) is type(each.default) and own == each.default:
             continue
+        if isinstance(own, np.ndarray | np.generic) and own.size <= _MOST:
+            own = own.tolist()
         if not _is_plain(own) or not each.init:
             return None
         given[each.name] = own

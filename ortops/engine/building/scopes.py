@@ -66,13 +66,17 @@ def matches(pattern: str, name: str, scopes: ScopeNames) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or scopes.fit(pattern)
 
 
-def split(
-    where: str, patterns: Iterable[str], names: Container[str]
-) -> tuple[list[str], list[str]]:
+def matched(pattern: str, names: Collection[str], scopes: Mapping[str, ScopeNames]) -> list[str]:
+    """Returns the names that a pattern matches; only itself if it is one of them."""
+    if pattern in names:
+        return [pattern]
+    return [name for name in names if matches(pattern, name, scopes.get(name, ScopeNames()))]
+
+
+def split(patterns: Iterable[str], names: Container[str]) -> tuple[list[str], list[str]]:
     """Returns the patterns that include, ``*`` if there are none, and what others exclude.
 
     Args:
-        where: The name of the argument in messages.
         patterns: Names or patterns, in any order. One that begins with ``!`` excludes what the rest
             of it matches, unless it is a name.
         names: The names that there are.
@@ -81,24 +85,22 @@ def split(
         ModelError: If it is unclear whether a pattern is a name.
 
     Example:
-        >>> split("trainable", ["!*.bias", "fc.*", "!eye"], ["fc.weight", "fc.bias", "eye"])
+        >>> split(["!*.bias", "fc.*", "!eye"], ["fc.weight", "fc.bias", "eye"])
         (['fc.*'], ['*.bias', 'eye'])
-        >>> split("trainable", ["!*.bias"], ["fc.weight", "fc.bias"])
+        >>> split(["!*.bias"], ["fc.weight", "fc.bias"])
         (['*'], ['*.bias'])
     """
     included, excluded = list[str](), list[str]()
     for pattern in patterns:
-        if not pattern.startswith("!"):
+        if pattern in names or not pattern.startswith("!"):
             included.append(pattern)
-        elif pattern not in names:
-            excluded.append(pattern[1:])
-        elif pattern[1:] in names:
-            raise ModelError(
-                f"{where}: '{pattern}' is a name, and would exclude the name '{pattern[1:]}'; "
-                f"write '?{pattern[1:]}' for the one, or '!{pattern[1:-1]}?' to exclude the other"
-            )
         else:
-            included.append(pattern)
+            excluded.append(pattern[1:])
+        if pattern.startswith("!") and pattern in names and pattern[1:] in names:
+            raise ModelError(
+                f"'{pattern}' is a name, and would exclude the name '{pattern[1:]}'; write "
+                f"'?{pattern[1:]}' for the one, or '!{pattern[1:-1]}?' to exclude the other"
+            )
     return included or ["*"], excluded
 
 

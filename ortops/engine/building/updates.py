@@ -189,12 +189,14 @@ class Rates:
 
 def _factor(schedule: Schedule, step: Tensor, length: Sequence[Tensor]) -> Tensor:
     """Emits the schedule's factor for a step, 0-d float64."""
-    if length:
-        start, steps = length
-        finished = (step - start).astype(np.float64)
-        factor = schedule.factor(finished, steps.astype(np.float64))
-    else:
-        factor = schedule.factor(step.astype(np.float64))
+    given = [step - length[0], *length[1:]] if length else [step]
+    try:
+        factor = schedule.factor(*(each.astype(np.float64) for each in given))
+    except TypeError as error:
+        raise ModelError(
+            f"schedule {schedule.description}: {error}; it is written into the graph once, as a "
+            "formula of the number of steps n, with functions of n.__array_namespace__()"
+        ) from error
     if isinstance(factor, int | float | np.number) and not isinstance(factor, bool):
         factor = step.tape.constant(np.asarray(factor, np.float64))
     is_number = isinstance(factor, Tensor) and factor.dtype.kind == "f" and factor.shape == ()

@@ -281,19 +281,26 @@ class Execution:
         return self.variables.steps_made
 
     def adopt(self, other: Execution) -> None:
-        """Takes over the graphs and the memory of an execution of the same steps.
+        """Takes over the graphs and the memory of an execution of steps with the same variables.
 
         Executions that `only` returned do so as well.
 
         Args:
-            other: An execution with other inputs that are variables. It must not be used any more.
+            other: An execution with other inputs that are variables, or other losses. It must not
+                be used any more.
         """
         for own, part in zip(self._parts, other._parts, strict=True):
             if own.template.extra:
-                part.template.extra = own.template.extra
+                extra = filter(part.template.computes, own.template.extra)
+                part.template.extra = tuple(extra)
                 part.forget()
             part.variables = self.variables
         self._parts[:] = other._parts
+        self._outputs = other._outputs
+        if self._chosen == other._chosen:
+            self._labels = other._labels
+        else:
+            self._labels = [{name: name for name in labels} for labels in other._labels]
         self.variables.replace(other.variables)
         self._shared.compiles_later = self._compiles_later
 

@@ -22,9 +22,11 @@ from ortops.engine.execution.step import Step
 from ortops.engine.lowering import (
     TRAINING_DOMAIN,
     Target,
+    infer_types,
     lower_optimizers,
     lower_prepared,
     lowered_for,
+    normalize,
     prepare,
     takes_python_kernel,
 )
@@ -197,7 +199,7 @@ def _write_functions(model: ir.Model) -> None:
     before = ancestor_nodes((Bound.of(node).y for node in inside), set())
     for node in bound_nodes(graph):
         if node in inside or node in before:  # functions are only added for the main graph
-            lower_gradient(node, names, RULES)
+            lower_gradient([node], names, RULES)
     _separate_outputs(graph, names)
     functions: list[ir.Function] = []
     for node in list(graph):
@@ -367,10 +369,7 @@ def evaluation_model(
     metadata = training_metadata(light.proto, entry)
     model = prepare(convert.to_ir(_concatenate(light, entry), given_away=True))
     graph = model.graph
-    values = values_of(graph)
-    for name, source in (*metadata.training_copies.items(), *metadata.dropouts.items()):
-        if name in values and source in values:
-            values[name].replace_all_uses_with(values[source], replace_graph_outputs=True)
+    values = _without_training_copies(graph, metadata)
     shown = dict(values)  # inference tensors by the names of their training-mode copies
     for name, source in (*metadata.dropouts.items(), *metadata.training_copies.items()):
         if name in values and source in values:
@@ -398,6 +397,52 @@ def evaluation_model(
     lowered = lower_prepared(model, passes=[ROUNDING] if loss else [])
     made = Step(lowered, {}, [], step.variables, feeds, outputs, "")
     return EvaluationModel(made, parts, names, {n: kind for n, kind in kinds.items() if kind})
+
+
+def _without_training_copies(graph: ir.Graph, metadata: TrainingMetadata) -> dict[str, ir.Value]:
+    """Replaces tensors of the training mode by those of the inference graph; returns all."""
+    values = values_of(graph)
+    for name, source in (*metadata.training_copies.items(), *metadata.dropouts.items()):
+        if name in values and source in values:
+            values[name].replace_all_uses_with(values[source], replace_graph_outputs=True)
+    return values
+
+
+def inference_with_loss(
+    light: LightModel, entry: int = 0, folder: Path | None = None
+) -> tuple[ir.Model, ir.Value]:
+    """Returns the inference graph with the loss of an entry, in inference mode, and the loss.
+
+    Unlike in `evaluation_model`, variables stay initializers, and the loss is one output, the last.
+
+    Args:
+        light: A light trainable model; not changed.
+        entry: The index of the training_info entry.
+        folder: The folder of its external data, which stay there.
+
+    Raises:
+        ModelError: If the entry has no loss, or is not valid.
+    """
+    proto = light.proto
+    algorithm = _entry(proto, entry).algorithm
+    updates = check_bindings(proto, entry)
+    _check_algorithm(proto, entry)
+    metadata = training_metadata(proto, entry)
+    model = normalize(convert.to_ir(_concatenate(light, entry), folder, given_away=True))
+    infer_types(model)
+    graph = model.graph
+    outputs = [value.name for value in algorithm.output]
+    name = _loss(graph, metadata.loss, outputs, set(updates.values()))
+    if not name:
+        raise ModelError("loss: the training algorithm of the model has no loss; pass loss=")
+    values = _without_training_copies(graph, metadata)
+    given, own = list(graph.inputs), {value.name for value in proto.graph.input}
+    graph.outputs[:] = [values[each] for each in (*(v.name for v in proto.graph.output), name)]
+    prune(graph)
+    write_inference_mode(model)
+    prune(graph)
+    graph.inputs[:] = [v for v in given if v.name in own or v.uses() or v.is_graph_output()]
+    return model, values[name]
 
 
 def _array_named(name: str, values: Mapping[str, ir.Value]) -> ir.Value:
@@ -602,7 +647,7 @@ def _gradient_function(bound: Bound, overload: str) -> ir.Function:
     names = Names(body)
     for other in list(body):
         if is_bound(other):  # the node itself, and the Gradient nodes that it differentiates
-            lower_gradient(other, names, RULES)
+            lower_gradient([other], names, RULES)
     remove_unread(list(body))
     constants = _constants_to_inputs(body, copies)
     zs += constants

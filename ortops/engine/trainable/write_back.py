@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import onnx
 
 from ortops._common.numbers import Array
@@ -53,16 +54,23 @@ def write_back(original: LightModel, arrays: Mapping[str, Array]) -> None:
 def with_twins(trained: onnx.ModelProto, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Adds the copies that the original model had of trained weights (`ortops.surgery`).
 
+    A copy is a name, or a list with the name of a transposed copy.
+
     Raises:
         ModelError: If the metadata are not valid.
     """
-    remedy = "call ortops.surgery.fix_inputs again"
+    remedy = "call ortops.surgery.fix_inputs or tie again"
     found = read_metadata(trained.metadata_props, TWINS_KEY, remedy) or {}
     result = dict(arrays)
     for name, copies in found.items():
-        if not isinstance(copies, list) or not all(isinstance(each, str) for each in copies):
-            raise ModelError(f"{where(TWINS_KEY)}: '{name!s:.80}' must be a list; {remedy}")
-        result.update({copy: arrays[name] for copy in copies if name in arrays})
+        for copy in copies if isinstance(copies, list) else [None]:
+            twin = copy[0] if isinstance(copy, list) and len(copy) == 1 else copy
+            if not isinstance(twin, str):
+                raise ModelError(f"{where(TWINS_KEY)}: '{name!s:.80}' must be a list; {remedy}")
+            if name in arrays:
+                result[twin] = (
+                    arrays[name] if twin == copy else np.ascontiguousarray(arrays[name].T)
+                )
     return result
 
 

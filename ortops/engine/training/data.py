@@ -72,6 +72,17 @@ class Source:
             batches = (_copied(batch) for batch in batches)
         return Prefetcher(batches, self.prefetch)
 
+    def whole_batches(self, batch_size: int) -> Source:
+        """Returns the data set without the last batch of each epoch if it has fewer rows.
+
+        Raises:
+            FeedError: If there are no rows, but batches, or fewer rows than a batch has.
+        """
+        count = (self.rows or 0) // batch_size
+        if not count:
+            raise FeedError(f"drop_last needs {batch_size} rows, got {self.rows or 'batches'}")
+        return replace(self.first(count), rows=self.rows)
+
     def first(self, count: int) -> Source:
         """Returns the data set with only the first batches of each epoch."""
 

@@ -34,7 +34,7 @@ from ortops.graph.faults import disabled_optimizers
 from ortops.graph.files import external
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.row_axes import Pieces
-from ortops.metrics import Metric, StreamingMetric
+from ortops.metrics import Metrics, StreamingMetric
 from ortops.metrics.metric import as_number
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -247,7 +247,7 @@ class Evaluator:
         self,
         data: Data,
         batch_size: int,
-        metrics: str | Metric | Sequence[str | Metric],
+        metrics: Metrics,
         ema: bool,
         sample_weight: SampleWeight = None,
         class_weight: ClassWeight | None = None,
@@ -404,7 +404,7 @@ class Evaluator:
                     f"train_metrics: the history has a number '{name}' already; give the metric "
                     "another name with name="
                 )
-            if not loaded.execution.computes(output):
+            if not loaded.ready().computes(output):
                 raise binding.metric.wrong(
                     f"train_metrics: a training step does not compute '{tensor}', as the loss does "
                     "not depend on it; name a tensor that the loss reads with output=, or leave "

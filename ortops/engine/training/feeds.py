@@ -33,7 +33,7 @@ Feeds: TypeAlias = Mapping[str, npt.NDArray[Any]] | Sequence[Any] | npt.NDArray[
 of the inputs (see `Inputs.named`)."""
 
 
-_PAST = "past_key_values."
+_PAST = ("past_key_values.", "past_conv.")
 
 
 class Checked(dict[str, Array]):
@@ -387,7 +387,7 @@ class Inputs(dict[str, Input]):
         assert value.past is not None
         assert value.dims is not None
         heads, size = value.past
-        first, _, time, _ = value.dims
+        first, *_, time, _ = value.dims
         rows = self._rows_in(arrays)
         if isinstance(first, int):
             rows = first
@@ -395,7 +395,9 @@ class Inputs(dict[str, Input]):
             rows = sizes[first][0]
         # The cache of an encoder has the encoder's length, also where it is not read.
         length = sizes[time][0] if time in sizes else 0
-        return value.fit(np.zeros((rows, heads, length, size), value.dtype), sizes)
+        is_cache = len(value.dims) == 4  # not the state of a convolution, which begins with zeros
+        shape = (rows, heads, length, size) if is_cache else (rows, heads, size)
+        return value.fit(np.zeros(shape, value.dtype), sizes)
 
     def sample(self, feeds: object) -> dict[str, Array | None]:
         """Returns a sample by name, in its own memory: the next one may reuse that of this one.
@@ -507,12 +509,15 @@ def _read(given: Mapping[str, object], name: str) -> object:
 
 
 def _past(value: ir.Value) -> tuple[int, int] | None:
-    """Returns the number and size of the heads of an input ``past_key_values.*``; see `Input`."""
+    """Returns the number and size of the heads of an input ``past_key_values.*``; see `Input`.
+
+    For the state of a convolution, [batch, channels, length], returns channels and length.
+    """
     shape = value.shape
-    if not (value.name or "").startswith(_PAST) or shape is None or len(shape) != 4:
+    if not (value.name or "").startswith(_PAST) or shape is None or len(shape) not in (3, 4):
         return None
-    heads, length, size = shape[1:]
-    if isinstance(length, int):
+    heads, *length, size = shape[1:]
+    if length and isinstance(length[0], int):
         return None
     # The builder of onnxruntime-genai leaves the size dynamic.
     known = (size, *(_head_size(use.node, value) for use in value.uses()))

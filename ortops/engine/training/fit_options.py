@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ortops.engine.training.data import Data
     from ortops.engine.training.sample_weights import ClassWeight, SampleWeight
     from ortops.engine.training.samples import Collate
-    from ortops.metrics import Metric
+    from ortops.metrics import Metrics
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -87,9 +87,15 @@ class FitOptions(TypedDict, total=False):
         ),
     ]
     shuffle: Annotated[bool, Option(True, _IN_ORDER, **_SWITCH, saved=_BOOLEAN, in_estimators=True)]
-    seed: Annotated[
-        int, Option(0, "--seed", **_FROM_0, saved="an integer >= 0", in_estimators=True)
+    drop_last: Annotated[
+        bool,
+        Option(
+            *(False, "leave out the last batch of each epoch if it has fewer rows", ""),
+            **_SWITCH,
+            saved=_BOOLEAN,
+        ),
     ]
+    seed: Annotated[int, Option(0, "--seed", **_FROM_0, saved="an integer >= 0")]
     validation: Annotated[
         "Data | None",
         Option(
@@ -138,7 +144,7 @@ class FitOptions(TypedDict, total=False):
     collate: Annotated["Collate | None", Option(None, _IN_PYTHON)]
     group_by_length: Annotated["bool | Sequence[int]", Option(False, _IN_PYTHON, saved=_BOOLEAN)]
     metrics: Annotated[
-        "Sequence[str | Metric]",
+        "Metrics",
         Option((), "metrics to compute, such as accuracy", "METRIC", several=True),
     ]
     train_metrics: Annotated[

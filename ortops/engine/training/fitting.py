@@ -61,6 +61,8 @@ class Fitting:
                 and a larger number than before extends the training.
             batch_size: The number of rows per batch, if rows are given.
             shuffle: Whether to shuffle the rows before each epoch, if rows are given.
+            drop_last: Whether to leave out the last batch of each epoch if it has fewer than
+                ``batch_size`` rows. With ``shuffle``, these are other rows in each epoch.
             seed: Determines the order of the rows.
             validation: A data set to evaluate after each epoch.
             validation_split: The fraction of ``data`` to set aside as ``validation``: of n rows,
@@ -80,10 +82,10 @@ class Fitting:
                 as with ``max_steps``. Earlier calls do not count; the validation at the end comes
                 in addition.
             sample_weight: A weight >= 0 for each row: an array [rows], or the name of a column of
-                the data. The loss needs an input for it, as
-                ``SoftmaxCrossEntropy(sample_weight="weight")`` has, and of a batch it is
-                Σ w · loss / Σ w (0 if Σ w is 0). Data may instead contain the weights under that
-                input's name; validation data only then have any, and rows without weights have 1.
+                the data. The loss of a batch is Σ w · loss / Σ w (0 if Σ w is 0); the loss in the
+                file stays as it is. If the loss was built with an input for weights, as
+                ``SoftmaxCrossEntropy(sample_weight="weight")`` is, data may instead contain them
+                under its name; validation data only then have any, and rows without weights have 1.
             class_weight: A weight for each class of the labels, as a dict (other classes have 1),
                 a list, or ``"balanced"``: rows / (classes · rows of the class). It multiplies the
                 weights of the rows for training, not for validation.
@@ -155,7 +157,7 @@ class Fitting:
             >>> from ortops.docs import examples
             >>> session = examples.session()
             >>> history = session.fit(examples.BATCH, epochs=3, progress=False)
-            >>> [round(loss, 3) for loss in history.columns["loss"]]
+            >>> [round(loss, 3) for loss in history.history["loss"]]
             [1.0, 0.25, 0.062]
         """
         given = cast(FitOptions, checked_options(options, OPTIONS))
@@ -263,6 +265,8 @@ class Fitting:
             plain = replace(weighed, inputs=self.inputs)
             unweighed = source if weighed.inputs is self.inputs else plain.open(**reading)
             source, validation = split_source(source, split)[0], split_source(unweighed, split)[1]
+        if given["drop_last"]:
+            source = source.whole_batches(given["batch_size"])
         if given["fast_dev_run"] and validation is not None:
             validation = validation.first(DEV_STEPS)
         return source, validation
@@ -352,7 +356,7 @@ def _check_same(shared: Shared, given: FitOptions, position: Position) -> None:
 def _warn_if_schedule_ends(trainer: Trainer, position: Position, max_steps: int | None) -> None:
     """Warns if training has more steps than the schedule in its graph."""
     schedule = trainer.metadata.schedule
-    found = re.search(r"[(, ]steps=(\d+)", schedule)
+    found = re.fullmatch(r"\w+\((?:[^()]*, )?steps=(\d+)[^()]*\)", schedule)
     planned = int(found[1]) if found else planned_steps(trainer)
     epoch_state = position.epoch_state
     if not planned:  # it never ends

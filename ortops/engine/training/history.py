@@ -75,7 +75,7 @@ class History(Entries):
 
     Example:
         >>> history = History([{"loss": 2.0, "steps": 10}, {"loss": 0.5, "steps": 20}])
-        >>> history.columns["loss"]
+        >>> history.history["loss"]
         [2.0, 0.5]
         >>> print(history.table())
         epoch  loss  steps
@@ -104,7 +104,7 @@ class History(Entries):
         return {name: value for name, value in last.items() if name.startswith("validation_")}
 
     @property
-    def columns(self) -> dict[str, list[float]]:
+    def history(self) -> dict[str, list[float]]:
         """A list of the numbers of all epochs for each name; NaN if an epoch has none."""
         names = dict.fromkeys(name for entry in self for name in entry)
         return {name: [entry.get(name, float("nan")) for entry in self] for name in names}
@@ -125,7 +125,7 @@ class History(Entries):
         return "<table>" + "".join(lines) + "</table>"
 
     def _cells(self) -> list[list[str]]:
-        columns = self.columns
+        columns = self.history
         body = zip(*columns.values(), strict=True)
         return [
             ["epoch", *columns],

@@ -20,6 +20,7 @@ import onnxruntime
 from ortops._common.arguments import boolean
 from ortops._common.numbers import plain
 from ortops._common.uninterrupted import finished_at_exit, run_uninterrupted
+from ortops.engine.building.weighted import with_weights
 from ortops.engine.execution.execution import Execution, output_labels
 from ortops.engine.execution.memory import fetch, give_back
 from ortops.engine.execution.onnxruntime_sessions import UpdateKernels
@@ -102,6 +103,7 @@ class Usage:
     """What is being done with the variables of a model in memory.
 
     Attributes:
+        light: The model whose steps the execution runs.
         operation: The public method that holds the lock; "" if none does.
         assigned: The number of calls of `assign`.
         weights: The number of those that set weights which are trained.
@@ -110,6 +112,7 @@ class Usage:
         properties: The properties, once one of them was set; None for those of the model.
     """
 
+    light: LightModel
     operation: str = ""
     assigned: int = 0
     weights: int = 0
@@ -171,26 +174,9 @@ class LoadedModel:
         self.providers = choose_providers(providers, sess_options)
         if outputs is not None:
             _check_outputs(self.proto, outputs)
-        self.usage = Usage()
+        self.usage = Usage(self.light)
         self._wanted_outputs = outputs
-        self.steps = self._flat_steps()
-        self._metadata = [training_metadata(self.proto, number) for number in self.entries]
-        self.metadata_of_entries: Sequence[TrainingMetadata] = self._metadata
-        self.metadata = self._metadata[0]
-        unread = [value.name for value in self.proto.graph.input]  # by what a step computes
-        weights = {name for each in self._metadata for name in each.sample_weights}
-        lengths = {n: of for each in self._metadata for n, of in each.target_lengths.items()}
-        known: dict[str, Any] = {"weights": weights, "lengths": lengths, "warns_of_unshifted": True}
-        known["rows"] = row_axes_of_model(self.proto)
-        self.inputs = Inputs(self.steps, unread, **known)
-        self.declared = DeclaredShapes(self.proto, self.metadata, self.inputs)
-        self._inputs = [Inputs([step], [*unread, *self.inputs], **known) for step in self.steps]
-        for inputs in self._inputs:
-            inputs.of_loss = self.inputs.of_loss
-        self.steps, self._strings = separate_strings(self.steps)  # after the inputs were read
-        names = [self.names[number] for number in self.entries]
-        labels = output_labels([step.outputs for step in self.steps], names)
-        self.outputs = [label for own in labels for label in own.values()]
+        names = self._read()
         self.settings = settings or Settings()
         self.lock = threading.RLock()
         given = given_values(self.light, self.steps, self.entries, self.shared_metadata.masters)
@@ -213,6 +199,51 @@ class LoadedModel:
             position, steps_made = found
             execution.assign({}, steps_made=steps_made)
             self.resume_state.set(position)
+
+    def _read(self) -> list[str]:
+        """Reads steps, metadata and inputs from the model; returns the names of the entries."""
+        self.steps = self._flat_steps()
+        self._metadata = [training_metadata(self.proto, number) for number in self.entries]
+        self.metadata_of_entries: Sequence[TrainingMetadata] = self._metadata
+        self.metadata = self._metadata[0]
+        unread = [value.name for value in self.proto.graph.input]  # by what a step computes
+        weights = {name for each in self._metadata for name in each.sample_weights}
+        lengths = {n: of for each in self._metadata for n, of in each.target_lengths.items()}
+        known: dict[str, Any] = {"weights": weights, "lengths": lengths, "warns_of_unshifted": True}
+        known["rows"] = row_axes_of_model(self.proto)
+        self.inputs = Inputs(self.steps, unread, **known)
+        self.declared = DeclaredShapes(self.proto, self.metadata, self.inputs)
+        self._inputs = [Inputs([step], [*unread, *self.inputs], **known) for step in self.steps]
+        for inputs in self._inputs:
+            inputs.of_loss = self.inputs.of_loss
+        self.steps, self._strings = separate_strings(self.steps)  # after the inputs were read
+        names = [self.names[number] for number in self.entries]
+        labels = output_labels([step.outputs for step in self.steps], names)
+        self.outputs = [label for own in labels for label in own.values()]
+        return names
+
+    def weighted(self, numbers: Sequence[int]) -> LoadedModel:
+        """Returns the model on the same memory, with losses that have weights of rows.
+
+        Args:
+            numbers: The indices of the entries whose losses get them.
+
+        Raises:
+            ArgumentError: If the loss of one of them has no weighted form that is known.
+        """
+        result = copy.copy(self)
+        trained = {n: self.steps[self.loaded.index(n)].parameters for n in numbers}
+        result.light = with_weights(self.light, trained)
+        result.proto = result.light.proto
+        result._read()
+        result.execution = copy.copy(self.execution)
+        return result
+
+    def ready(self) -> Execution:
+        """Returns the execution with the graphs of this model, not of the one with other losses."""
+        if self.usage.light is not self.light:
+            run_uninterrupted(functools.partial(self._open_again, {}))
+        return self.execution
 
     def _flat_steps(self) -> list[Step]:
         """Returns a step for each entry."""
@@ -241,16 +272,20 @@ class LoadedModel:
         before = list(self.usage.constants)
         self.usage.constants += names
         try:
-            steps, _ = separate_strings(self._flat_steps())
-            values = {name: array.copy() for name, array in self.arrays().items()}
-            values |= {name: arrays[name] for name in names}
-            self.execution.adopt(self._open(steps, values))
+            self._open_again({name: arrays[name] for name in names})
         except BaseException:
             self.usage.constants[:] = before
             raise
         tensors = {t.name: t for t in initializers(self.proto, initialization=False)}
         first = {n: functools.partial(self.light.array_of, tensors[n]) for n in names}
         self.given = self.given.joined(first)
+
+    def _open_again(self, more: Mapping[str, Array]) -> None:
+        """Opens the steps again, on memory with more variables."""
+        steps, _ = separate_strings(self._flat_steps())
+        values = {name: array.copy() for name, array in self.arrays().items()}
+        self.execution.adopt(self._open(steps, {**values, **more}))
+        self.usage.light = self.light
         give_back()
 
     def _in_training_mode(self, recompute: Checkpoint | None) -> Checkpoint | None:

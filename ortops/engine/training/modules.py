@@ -24,7 +24,7 @@ def summary_of(light: LightModel, trained: Mapping[str, str]) -> str:
 
     Args:
         light: The model.
-        trained: What to say of each parameter that is trained, by name.
+        trained: The entry that trains each parameter, by name.
     """
     work = convert.to_ir(lift(light)[0])
     convert.inline(work)
@@ -44,7 +44,9 @@ def summary_of(light: LightModel, trained: Mapping[str, str]) -> str:
             if reason := why_not(value):
                 others[name] = reason
                 continue
-        text = trained.get(name, "no: quantized" if packed else left_out)
+        text = "no: quantized" if packed else left_out
+        if name in trained:
+            text = f"yes, by {trained[name]}" if len({*trained.values()}) > 1 else "yes"
         shared = f", shared by {len(nodes)} nodes" if len(nodes) > 1 else ""
         module = module_of(name) or next(map(_scope, nodes), "") or name
         row = _size(value, nodes), f"{text}{shared}", next(iter(nodes), None)

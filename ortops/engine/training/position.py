@@ -403,6 +403,7 @@ _OPTIONAL: Mapping[str, Any] = {
     "weights": [],
     "units": [],
     "validation_split": 0.0,
+    "drop_last": False,
     "entries": "",
     "group_by_length": False,
     "begun": 0,

@@ -40,12 +40,8 @@ class Properties(MutableMapping[str, Property]):
         return read_properties(self._loaded.proto.metadata_props) if noted is None else noted
 
     def _set(self, found: dict[str, Property]) -> None:
-        size = len(json.dumps(found))
-        if size > LIMITS.metadata_bytes:
-            raise ArgumentError(
-                f"properties must have at most {LIMITS.metadata_bytes:,} characters as JSON, got "
-                f"{size:,}; raise ortops.graph.limits.LIMITS.metadata_bytes"
-            )
+        if len(json.dumps(found)) > (most := LIMITS.metadata_bytes):
+            raise ArgumentError(f"properties must have at most {most:,} characters as JSON")
         self._loaded.usage.assigned += 1  # `saved_in` names no file with other properties
         self._loaded.usage.properties = found
 
@@ -58,8 +54,7 @@ class Properties(MutableMapping[str, Property]):
 
     def __delitem__(self, name: str) -> None:
         with finished_at_exit, self._loaded.lock:
-            left = dict(self._known())
-            del left[name]
+            del (left := dict(self._known()))[name]
             self._set(left)
 
     def __iter__(self) -> Iterator[str]:
@@ -70,10 +65,6 @@ class Properties(MutableMapping[str, Property]):
 
     def __repr__(self) -> str:
         return f"Properties({self._known()})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Makes copies and pickles plain dicts."""
-        return dict, (dict(self),)
 
 
 def read_properties(metadata: Iterable[Entry]) -> dict[str, Property]:

@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 
 from ortops.engine.building.builder import build_training_model
-from ortops.engine.building.recipe import arguments_of
+from ortops.engine.building.recipe import MISSING_ARGUMENTS, arguments_of
 from ortops.engine.trainable.metadata import METADATA_KEY
 from ortops.engine.training.position import POSITION_KEY
 from ortops.errors import OrtopsError, UnsupportedError
@@ -43,7 +43,7 @@ def rebuilt(
         )
     found = read_metadata(model.metadata_props, METADATA_KEY, "remove it") or {}
     recipe = found.get("recipe")
-    if not isinstance(recipe, dict):
+    if not isinstance(recipe, dict) or recipe.get(MISSING_ARGUMENTS):
         raise OrtopsError(
             "with_trainable: the file does not say how it was built, as ortops wrote it before it "
             "had with_trainable, or another tool; build session.inference_model() again with "

@@ -112,13 +112,6 @@ def weigh(
 def _weight_input(metadata: TrainingMetadata, argument: str) -> str:
     """Returns the input of the loss with the weights of rows."""
     names = metadata.sample_weights
-    if not names:
-        also = "" if argument == "sample_weight" else ", or use weights= of the loss"
-        raise ArgumentError(
-            f"{argument} needs a loss with weights of rows, which this model was built without; "
-            "build it with build_training_model(model, "
-            f"loss=SoftmaxCrossEntropy(sample_weight='sample_weight'), …){also}"
-        )
     if len(names) > 1:
         raise ArgumentError(
             f"{argument} needs one input with weights of rows, but the losses have "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,7 +45,7 @@ from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.passes.rematerialization import Checkpoint
 from ortops.losses import LossLike
-from ortops.metrics import Metric, StreamingMetric
+from ortops.metrics import Metrics, StreamingMetric
 from ortops.metrics.metric import direction
 from ortops.optimizers import Optimizer, UpdateRule
 
@@ -165,6 +166,7 @@ class TrainingSession:
         self.metadata = self._loaded.metadata
         self.resume_state = self._loaded.resume_state
         self._of_entries: dict[int, TrainingSession] = {}
+        self._of_weights: dict[tuple[int, ...], TrainingSession] = {}
 
     @property
     def _execution(self) -> Execution:
@@ -185,6 +187,37 @@ class TrainingSession:
             made.metadata = loaded.metadata
             self._of_entries[number] = made
         return self._of_entries[number]
+
+    def _with_weights(
+        self, weights: tuple[SampleWeight, ClassWeight | None], entries: object
+    ) -> TrainingSession:
+        """Returns a session on the same memory whose losses have weights of rows.
+
+        Args:
+            weights: The weights that are given; if there are none, it is this session.
+            entries: The entries that make steps; None for all.
+        """
+        loaded = self._loaded
+        if all(each is None for each in weights):
+            return self
+        names = entries if isinstance(entries, Iterable) else loaded.entries
+        numbers = tuple(loaded.number_of(name) for name in names)
+        if any(self._only(number).metadata.sample_weights for number in numbers):
+            return self
+        if numbers not in self._of_weights:
+            made = object.__new__(type(self))
+            made.__dict__.update(self.__dict__)
+            try:
+                loaded = made._loaded = loaded.weighted(numbers)
+            except ArgumentError as error:
+                argument = "class_weight" if weights[0] is None else "sample_weight"
+                raise ArgumentError(f"{argument}: {error}") from error
+            made._steps = copy.copy(self._steps)
+            made._steps._loaded = loaded
+            made._evaluator, made.metadata = Evaluator(loaded), loaded.metadata
+            made._of_entries = {}
+            self._of_weights[numbers] = made
+        return self._of_weights[numbers]
 
     def _by_entry(self) -> dict[str, TrainingSession]:
         """Returns a session for each entry, by its name."""
@@ -287,12 +320,8 @@ class TrainingSession:
             w       [batch,1]           1  yes
             1 parameters: 1 trained, 0 not trained
         """
-        several = len(self._loaded.entries) > 1
-        trained = {
-            parameter: f"yes, by {name}" if several else "yes"
-            for name, session in self._by_entry().items()
-            for parameter in session._loaded.parameters()
-        }
+        entries = self._by_entry().items()
+        trained = {name: entry for entry, each in entries for name in each._loaded.trained()}
         return summary_of(self._loaded.light, trained)
 
     # ------------------------------------------------------------------------------- training
@@ -339,7 +368,9 @@ class TrainingSession:
     def fit(self, data: Data, **options: Unpack[FitOptions]) -> History:
         """Trains on a data set."""
         given = with_defaults(options)
-        fitting = self._fitting(given)
+        weights = given["sample_weight"], given["class_weight"]
+        chosen = given["entries"] if given["entry"] is None else [given["entry"]]
+        fitting = self._with_weights(weights, chosen)._fitting(given)
         begin = self.unchanged if given["fast_dev_run"] is True else contextlib.nullcontext
         with begin():
             return fitting.fit(data, given)
@@ -405,7 +436,7 @@ class TrainingSession:
         data: Data,
         *,
         batch_size: int = 256,
-        metrics: str | Metric | Sequence[str | Metric] = (),
+        metrics: Metrics = (),
         ema: bool = False,
         entry: int | str | None = None,
         sample_weight: SampleWeight = None,
@@ -414,7 +445,8 @@ class TrainingSession:
     ) -> dict[str, float]:
         """Computes the loss and metrics in inference mode, and changes nothing."""
         weights = sample_weight, class_weight
-        evaluator = self._only(entry)._evaluator
+        number = self._loaded.entries[0] if entry is None else entry
+        evaluator = self._with_weights(weights, [number])._only(entry)._evaluator
         return evaluator.evaluate(data, batch_size, metrics, ema, *weights, collate)
 
     @overload
@@ -612,8 +644,9 @@ class TrainingSession:
         weights are about three times as large as usual.
 
         The algorithm is built again as `ortops.build_training_model` built it. The file says how,
-        if loss and optimizer are those of ortops with numbers and names as arguments. Others, such
-        as functions, sums of losses and learning rates with a schedule, have to be given again.
+        if loss and optimizer are those of ortops with numbers and names as arguments, and for sums
+        of such losses. Others, such as functions and learning rates with a schedule, have to be
+        given again.
 
         Args:
             trainable: The parameters to train from now on (see `ortops.build_training_model`); None

@@ -255,7 +255,7 @@ class Steps:
         *,
         stay: bool = False,
     ) -> dict[str, Any]:
-        execution, declared = self._loaded.execution, self._loaded.declared
+        execution, declared = self._loaded.ready(), self._loaded.declared
         self._loaded.check_schedule("step")
         numbers = self._loaded.without_strings(feeds)
         if not declared.pending:
@@ -274,7 +274,7 @@ class Steps:
     @changes("run_steps")
     def _several_steps(self, feeds: Mapping[str, Array], count: int) -> Array:
         self._loaded.check_schedule("step")
-        return self._loaded.execution.steps(feeds, count)
+        return self._loaded.ready().steps(feeds, count)
 
     def run_steps(self, batches: Iterable[Feeds]) -> Array:
         """Runs a training step with each of several batches.
@@ -309,7 +309,7 @@ class Steps:
         losses: list[Memory] = []  # those on a device are read later, so that it need not wait
         declared = loaded.declared
         with finished_at_exit, loaded.lock:
-            at_once = _AT_ONCE if loaded.execution.repeatable and not loaded.reads_strings else 1
+            at_once = _AT_ONCE if loaded.ready().repeatable and not loaded.reads_strings else 1
             checked: Iterator[dict[str, Array]] = map(loaded.inputs.check, batches)
             if at_once > 1:  # copies: what gives the batches may fill the same memory again
                 checked = ({name: array.copy() for name, array in b.items()} for b in checked)
@@ -334,7 +334,7 @@ class Steps:
     @changes("fit")
     def show(self, names: Sequence[str]) -> None:
         """Sets the tensors that the steps of `fit` can return in addition to outputs."""
-        self._loaded.execution.show([n for n in names if n not in self._loaded.outputs])
+        self._loaded.ready().show([n for n in names if n not in self._loaded.outputs])
 
     def strategy(self) -> StepStrategy:
         """Returns how `fit` makes steps."""
@@ -379,7 +379,7 @@ class Steps:
         more = declared.to_compute(loaded.outputs, feeds) if declared.pending else []
         wanted = dict.fromkeys((*chosen, *(name for name in read if name), *more))
         numbers = loaded.without_strings(feeds)
-        found = loaded.execution.gradients(numbers, list(wanted), instead)
+        found = loaded.ready().gradients(numbers, list(wanted), instead)
         if declared.pending:
             declared.check(found.outputs, feeds)
         moved = next((name for name in step.updates if name in found.carried), "")
@@ -404,7 +404,7 @@ class Steps:
 
     def _update(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
         """Applies gradients; see `apply`."""
-        execution, state = self._loaded.execution, self._loaded.state
+        execution, state = self._loaded.ready(), self._loaded.state
         self._loaded.check_schedule("step")
         split = execution.split_step()
         arrays = check_gradients(gradients, split.layout)

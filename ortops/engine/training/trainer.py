@@ -16,7 +16,7 @@ from ortops.engine.training.gradients import Accumulation, Gradients
 from ortops.engine.training.position import ResumeState
 from ortops.engine.training.state import State
 from ortops.engine.training.training_metrics import TrainingMetrics
-from ortops.metrics import Metric, StreamingMetric
+from ortops.metrics import Metrics, StreamingMetric
 
 Array: TypeAlias = npt.NDArray[Any]
 Batch: TypeAlias = Mapping[str, Array]
@@ -66,9 +66,7 @@ class Trainer(Protocol):
     def model(self) -> onnx.ModelProto:
         """Returns the trainable model."""
 
-    def evaluate(
-        self, data: Data, *, batch_size: int, metrics: Sequence[str | Metric]
-    ) -> dict[str, float]:
+    def evaluate(self, data: Data, *, batch_size: int, metrics: Metrics) -> dict[str, float]:
         """Computes loss and metrics of a data set."""
 
     def predict(self, data: Data, *, outputs: str) -> Array:

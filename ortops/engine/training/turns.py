@@ -19,7 +19,7 @@ from ortops.engine.training.position import ResumeState
 from ortops.engine.training.state import State
 from ortops.engine.training.trainer import Array, Batch, Note, StepStrategy, Trainer
 from ortops.errors import ArgumentError, OrtopsError, did_you_mean
-from ortops.metrics import Metric
+from ortops.metrics import Metrics
 
 _MOST = 10_000
 """The largest number of turns in a cycle."""
@@ -153,7 +153,7 @@ class Turns:
         data: Data | Source,
         *,
         batch_size: int,
-        metrics: Sequence[str | Metric],
+        metrics: Metrics,
         **settings: Any,
     ) -> dict[str, float]:
         """Computes the loss of each entry, and metrics of the first one, in inference mode."""

@@ -13,7 +13,13 @@ from ortops.errors import ArgumentError, FeedError
 
 
 def hold_out(
-    size: int, fraction: float, seed: int | None = None, *, name: str, unit: str = "rows"
+    size: int,
+    fraction: float,
+    seed: int | None = None,
+    *,
+    name: str,
+    unit: str = "rows",
+    sizes: npt.NDArray[np.int64] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Divides rows: ``floor(n · (1 - fraction))`` of n are for training, the others for validation.
 
@@ -24,6 +30,8 @@ def hold_out(
             as ``validation_split`` of ``keras.Model.fit`` takes them.
         name: The name of the argument.
         unit: What the data set consists of.
+        sizes: The number of rows of each group of rows that are held out together, or not at all;
+            the last group that is held out may make them more. They need a seed.
 
     Returns:
         The rows for training and those for validation, in the order in which they are drawn.
@@ -36,15 +44,23 @@ def hold_out(
         [[0, 1, 2], [3, 4]]
     """
     kept = math.floor(size * (1.0 - fraction))
-    if not 0 < kept < size:
+    groups = np.arange(size) if sizes is None else np.arange(len(sizes))
+    order = groups if seed is None else np.random.default_rng(seed).permutation(len(groups))
+    first = size - kept  # of the groups that are kept, in this order
+    if sizes is not None:
+        first = int(np.searchsorted(np.cumsum(sizes[order]), size - kept)) + 1
+    if not 0 < kept < size or first >= len(groups):
         raise ArgumentError(
             f"{name} must leave {unit} for training and for validation, got "
             f"{fraction:g} of {size} {unit}: {kept} would be for training"
         )
     if seed is None:
         return np.arange(kept), np.arange(kept, size)
-    order = np.random.default_rng(seed).permutation(size)
-    return order[size - kept :], order[: size - kept]
+    if sizes is None:
+        return order[first:], order[:first]
+    ends = np.cumsum(sizes)
+    rows = [np.arange(ends[each] - sizes[each], ends[each]) for each in order]
+    return np.concatenate(rows[first:]), np.concatenate(rows[:first])
 
 
 def split_source(source: Source, fraction: float) -> tuple[Source, Source]:

@@ -28,7 +28,7 @@ from ortops.graph.autodiff.registry import (
     ZeroRule,
     rearranges,
 )
-from ortops.graph.edit import attribute_values, describe, nodes_between
+from ortops.graph.edit import attribute_values, describe, nodes_between, read_inputs
 from ortops.graph.shapes import map_sequences, unbroadcast
 from ortops.graph.tensor import Tape, Tensor
 
@@ -64,6 +64,7 @@ def backward(
     rules: Rules,
     *,
     cut: Iterable[ir.Value] = (),
+    chained: bool = False,
     asked_by: str,
 ) -> list[Tensor | None]:
     """Emits the nodes that propagate cotangents back through a graph.
@@ -75,6 +76,8 @@ def backward(
         xs: The values whose cotangents to compute; the graph is cut there.
         rules: The gradient rules.
         cut: Further values at which to cut the graph, that is, to treat as constant.
+        chained: Whether the graph is not cut at xs that depend on others of them, so that the
+            cotangents of those include what flows through these.
         asked_by: The node that requests the gradient, for names and messages.
 
     Returns:
@@ -86,6 +89,8 @@ def backward(
         OrtopsError: If a rule returns the wrong number or types of cotangents.
     """
     stops = {*xs, *cut}
+    if chained:
+        stops -= _dependent(nodes_between(nodes, cut, seeds), xs, rules)
     path = nodes_between(nodes, stops, seeds)
     active = rules.active_values(path, xs)
     guarded = guarded_values(path)
@@ -105,6 +110,17 @@ def backward(
                 cotangents.setdefault(value, []).append(cotangent)
     tape.scope = outer
     return [total(value) for value in xs]
+
+
+def _dependent(nodes: Sequence[ir.Node], xs: Sequence[ir.Value], rules: Rules) -> set[ir.Value]:
+    """Returns those of some values to which cotangents flow that go on to others of them."""
+    active = rules.active_values(nodes, xs)
+    return {
+        value
+        for node in nodes
+        if not rules.is_zero(node) and any(each in active for each in read_inputs(node))
+        for value in node.outputs
+    }.intersection(xs)
 
 
 def add_cotangents(a: Tensor, b: Tensor) -> Tensor:

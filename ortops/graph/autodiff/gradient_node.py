@@ -28,6 +28,7 @@ from ortops.graph.edit import (
     is_float,
     mapped_tensor,
     nodes_between,
+    read_inputs,
     remove_node,
     replace_value,
     take_place,
@@ -288,14 +289,31 @@ def infer_outputs(node: ir.Node) -> bool:
     return changed
 
 
-def lower_gradient(node: ir.Node, names: Names, rules: Rules) -> list[ir.Node]:
-    """Replaces a bound Gradient node with the nodes that compute its outputs.
+def of_one_pass(node: ir.Node, others: Iterable[ir.Node]) -> list[ir.Node]:
+    """Returns a bound Gradient node and those of others that one backward pass computes with it.
+
+    They differentiate the same tensor at the values of the run. The tensors named in one may depend
+    on those named in another, unlike those in one node.
+    """
+    bound = Bound.of(node)
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    if bound.fed != bound.named:
+        return [node]
+    found = [(each, Bound.of(each)) for each in others if each.graph is graph]
+    found = [(each, b) for each, b in found if b.y is bound.y and b.fed == b.named]
+    before = {None, *_before(graph, node, bound.y)} if found else set()
+    return [node, *(each for each, b in found if all(x.producer() in before for x in b.wanted))]
+
+
+def lower_gradient(together: Sequence[ir.Node], names: Names, rules: Rules) -> list[ir.Node]:
+    """Replaces bound Gradient nodes with the nodes that compute their outputs, in one pass.
 
     If the inputs are the tensors named in xs and zs, the forward pass is shared. If they are
     others, the dependent part of the graph is evaluated again at their values.
 
     Args:
-        node: A bound node; it is removed.
+        together: A bound node, or several that `of_one_pass` returned; they are removed.
         names: The names used in the model.
         rules: The gradient rules.
 
@@ -303,46 +321,50 @@ def lower_gradient(node: ir.Node, names: Names, rules: Rules) -> list[ir.Node]:
         The nodes that were emitted.
 
     Raises:
-        ModelError: If the node is invalid.
+        ModelError: If a node is invalid.
         UnsupportedError: If a node between xs and y has no rule.
     """
+    node = together[0]
     graph = node.graph
     assert isinstance(graph, ir.Graph)
-    where = describe(node)
-    bound = Bound.of(node)
-    check(where, bound)
+    bounds = [Bound.of(each) for each in together]
+    for bound in bounds:
+        check(describe(bound.node), bound)
 
     tape = Tape(graph, before=node, names=names)
     tape.scope = f"{node.name or 'Gradient'}/"
-    xs, cut, y = bound.wanted, bound.named, bound.y
+    first = bounds[0]
+    y, cut = first.y, first.named if len(bounds) == 1 else ()
     nodes = _before(graph, node, y)
     replaced = {
         old: op.Identity(tape.tensor(new)).with_shape_of(tape.tensor(old)).value
-        for old, new in zip(bound.named, bound.fed, strict=True)
+        for old, new in zip(first.named, first.fed, strict=True)
         if old is not new
     }
+    copies: Mapping[ir.Value, ir.Value] = {}
     if replaced:
-        copies = _replay(tape, nodes, bound, replaced)
+        copies = _replay(tape, nodes, first, replaced)
         y = copies.get(y, y)
-        xs, cut = (tuple(copies.get(value, value) for value in some) for some in (xs, cut))
+        cut = tuple(copies.get(value, value) for value in cut)
         nodes = _before(graph, node, y)
 
-    wanted = [index for index, output in enumerate(node.outputs) if output.name]
-    cotangents = backward(
-        tape,
-        nodes,
-        _seeds(tape, nodes, y, xs, cut, rules) if is_float(y) else {},
-        [xs[index] for index in wanted],
-        rules,
-        cut=cut,
-        asked_by=where,
-    )
-    for index, cotangent in zip(wanted, cotangents, strict=True):
-        x = tape.tensor(xs[index])
+    pairs = [pair for b in bounds for pair in zip(b.node.outputs, b.wanted, strict=True)]
+    sources = {output: copies.get(x, x) for output, x in pairs if output.name}
+    xs = list(dict.fromkeys(sources.values()))
+    known = [copies.get(x, x) for _, x in pairs]
+    seeds = _seeds(tape, nodes, y, known, {*cut, *known}, rules) if is_float(y) else {}
+    where = describe(node)
+    chained = len(bounds) > 1
+    found = backward(tape, nodes, seeds, xs, rules, cut=cut, chained=chained, asked_by=where)
+    cotangents = dict(zip(xs, found, strict=True))
+    for output, value in sources.items():
+        x = tape.tensor(value)
+        cotangent = cotangents[value]
         if cotangent is None:
             cotangent = zeros_like(x)
-        replace_value(tape, node.outputs[index], cotangent.with_shape_of(x))
-    remove_node(node)
+        replace_value(tape, output, cotangent.with_shape_of(x))
+    for each in together:
+        remove_node(each)
     return tape.nodes
 
 
@@ -453,7 +475,7 @@ def check(where: str, bound: Bound) -> None:
             )
     for value in named:
         nodes = ancestor_nodes(value, set())
-        read = {source for node in nodes for source in node.inputs}
+        read = {source for node in nodes for source in read_inputs(node)}
         for other in named if nodes else ():
             if other in read and other is not value:
                 raise ModelError(
