@@ -131,6 +131,7 @@ PAIRS: dict[str, list[Pair]] = {
         Pair("--rank 3", ADD, "rank", 3),
         Pair("--alpha 3", ADD, "alpha", 3.0),
         Pair("--dropout 0.5", ADD, "dropout", 0.5),
+        Pair("--dora", ADD, "dora", True),
         Pair("--targets a b", ADD, "targets", ["a", "b"]),
         Pair("--targets a --targets b", ADD, "targets", ["a", "b"]),
     ],
@@ -147,6 +148,7 @@ PAIRS: dict[str, list[Pair]] = {
         Pair("--loss DPO --beta 0.5", TUNE, "loss", losses.DPO(beta=0.5)),
         Pair("--label-smoothing 0.5", TUNE, "loss", losses.NextToken(label_smoothing=0.5)),
         Pair("--rslora", TUNE, "rslora", True),
+        Pair("--dora", TUNE, "dora", True),
         Pair("--recompute sqrt", TUNE, "recompute", "sqrt"),
         Pair("--recompute 3", TUNE, "recompute", 3),
         Pair("--adapter peft", TUNE, "adapter", "peft"),
@@ -187,7 +189,7 @@ ELSEWHERE = {
     # of the command line alone: files, forms of output, and what a shell is told
     *("--data", "--columns", "--save", "--output", "--config", "--write-config", "--json", "--all"),
     *("--force", "--debug", "--help", "--resume", "--quiet", "--no-quiet", "--no-train-metrics"),
-    *("--no-merge", "--no-rslora", "--no-group-by-length", "--no-packing"),
+    *("--no-merge", "--no-rslora", "--no-dora", "--no-group-by-length", "--no-packing"),
     "--verbose",
     # functions of their own
     *("--merge-lora", "--quantize", "--adapter", "--requantize", "--providers"),
