@@ -195,6 +195,10 @@ def test_a_skipped_step_is_no_part_of_the_mean(tmp_path: Path) -> None:
     np.testing.assert_allclose(found[:2], expected, rtol=2e-3)
     assert not math.isfinite(found[2])
     assert history[0]["gradient_norm"] == np.mean(found[:2])
+    (alone,) = session.fit(
+        {name: array[8:] for name, array in feeds.items()}, stop_on_nan=False, progress=False
+    )
+    assert "gradient_norm" not in alone
     assert "gradient_norm" in (tmp_path / "log.jsonl").read_text()
 
 

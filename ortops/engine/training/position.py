@@ -218,10 +218,7 @@ class Position(NamedTuple):
             parts = zip(shares.values(), values[1:], weights[1:], strict=True)
             summands = [share * value for share, value, weight in parts if weight]
             values[0] = sum(summands) if summands else math.nan
-        norms = {
-            name: total / steps if steps else math.nan
-            for name, (total, steps) in self.norms.items()
-        }
+        norms = {name: total / steps for name, (total, steps) in self.norms.items() if steps}
         return dict(zip(["loss", *shares], values, strict=True)) | norms
 
     def text(self, steps: int) -> str:
