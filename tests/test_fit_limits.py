@@ -407,7 +407,10 @@ def test_the_end_of_a_schedule_that_a_limit_keeps_from_being_reached(
     session.fit(DATA, max_steps=2, **arguments(epochs=1))
     session.fit(DATA, max_steps=4, resume=True, **arguments())
     assert "ends after" not in caplog.text
-    session.fit(DATA, resume=True, **arguments(epochs=4))
+    session.fit(DATA, max_steps=BATCHES + 1, resume=True, **arguments(epochs=4))
+    assert "ends after" in caplog.text
+    caplog.clear()
+    session.fit(DATA, resume=True, **arguments(epochs=5))
     assert "ends after" in caplog.text
 
 

@@ -158,6 +158,40 @@ def test_train_save_serve_and_continue(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_magnitudes_are_trained_saved_and_served(shallow: Path, tmp_path: Path) -> None:
+    tuning = FineTuning(shallow, rank=2, learning_rate=0.02, dora=True)
+    tuning.fit(ROWS, epochs=2, batch_size=2, progress=False)
+    tuning.save(tmp_path / "tuned")
+    held = onnxruntime.AdapterFormat.read_adapter(str(tmp_path / "tuned" / "adapter.onnx_adapter"))
+    kinds = {name.rpartition("lora_")[2] for name in held.get_parameters()}
+    assert kinds == {"A.weight", "B.weight", "scale"}
+    prompt = [104, 105, 33]
+    plain, tuned = (served(tmp_path / "tuned", prompt, active=each) for each in (False, True))
+    np.testing.assert_allclose(plain, served(shallow, prompt, active=False), atol=1e-6)
+    assert abs(tuned - plain).max() > 1e-2
+    assert tuning.generate(prompt, max_new_tokens=1) in ([int(tuned[0, -1].argmax())], [])
+    merged = ortops.lora.merge(tuning.session.inference_model(), dequantize=True)
+    onnx.save(merged, tmp_path / "model.onnx")
+    np.testing.assert_allclose(served(tmp_path, prompt, active=False), tuned, atol=1e-4)
+
+    again = FineTuning.load(tmp_path / "tuned")
+    for each in (tuning, again):
+        each.fit(ROWS, epochs=3, batch_size=2, seed=1, progress=False)
+    for name, array in tuning.session.state.items():
+        np.testing.assert_array_equal(again.session.state[name], array)
+
+    ortops.lora.to_peft(tuning.session.inference_model(), tmp_path / "peft")
+    third = FineTuning(shallow, adapter=tmp_path / "peft")
+    assert third.evaluate(ROWS)["loss"] == pytest.approx(tuning.evaluate(ROWS)["loss"], rel=1e-5)
+    third.save(tmp_path / "third")
+    plain = served(tmp_path / "third", prompt, active=False)
+    np.testing.assert_allclose(plain, served(shallow, prompt, active=False), atol=1e-6)
+    (tmp_path / "third" / "training.state").unlink()
+    loaded = FineTuning.load(tmp_path / "third").evaluate(ROWS)["loss"]
+    assert loaded == pytest.approx(third.evaluate(ROWS)["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_resume_in_the_middle_of_an_epoch(base: Path, tmp_path: Path) -> None:
     class Stop(ortops.callbacks.Callback):
         def on_step(self, record: Any, session: Any) -> None:

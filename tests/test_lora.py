@@ -1120,8 +1120,8 @@ def renamed(tensors: Any, old: str, new: str) -> Any:
         (
             PAIR,
             {"use_dora": True},
-            UnsupportedError,
-            r"DoRA is not supported \(use_dora is true\); train",
+            ModelError,
+            r"layer 'fc1' has no magnitude_vector; write the adapter again",
         ),
         (
             PAIR,

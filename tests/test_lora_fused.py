@@ -252,3 +252,43 @@ def test_parts_of_one_layer_are_merged_together(bits: int) -> None:
     without = {name: np.zeros_like(array) for name, array in random_adapter(model).items()}
     base = plain_session(with_values(model, without)).run(["logits"], feeds)[0]
     assert abs(found[0] - base).max() > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dora", [False, True])
+def test_layers_that_are_one_in_peft_share_a(dora: bool, tmp_path: Path) -> None:
+    """gate_proj and up_proj of Phi-3: one A, of which gradients add up, and a file for it."""
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["batch", 6])
+        for part, seed in (("gate", 1), ("up", 2)):
+            name = f"model.layers.0.mlp.{part}_proj.MatMul.weight"
+            tape.output(op.Identity(x @ tape.initializer(name, normal(6, 4, seed=seed))), part)
+    base = tape.model()
+    onnx.save(base, tmp_path / "model.onnx")
+    assert layers(lora.add(tmp_path / "model.onnx")) == {
+        f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up")
+    }
+    (tmp_path / "config.json").write_text('{"model_type": "phi3"}')
+    model = lora.add(tmp_path / "model.onnx", rank=2, dora=dora)
+    assert layers(model) == {"model.layers.0.mlp.gate_proj"}
+    new = {n: a for n, a in random_adapter(model).items() if n.endswith(("A.weight", "B.weight"))}
+    model = with_values(model, new)
+    mean = ortops.losses.MeanSquaredError
+    loss = mean("gate", target="targets_gate") + mean("up", target="targets_up")
+    session = TrainingSession(ortops.build_training_model(model, loss=loss, optimizer="Adam"))
+    session.run_steps([{"x": X, "targets_gate": normal(5, 4), "targets_up": normal(5, 4)}] * 3)
+    trained = session.inference_model()
+    expected = outputs(trained, {"x": X})
+    lora.save_adapter(trained, tmp_path / "a.onnx_adapter")
+    lora.to_peft(trained, tmp_path / "peft", model_type="phi3")
+    again = lora.from_peft(base, tmp_path / "peft")
+    assert layers(again) == {"model.layers.0.mlp.gate_proj"}
+    loaded = lora.load_adapter(model, tmp_path / "a.onnx_adapter")
+    for each in (lora.merge(trained), again, loaded):
+        for found, y in zip(outputs(each, {"x": X}), expected, strict=True):
+            np.testing.assert_allclose(found, y, atol=1e-5)
+    (entry,) = (each for each in model.metadata_props if each.key == "ortops.lora")
+    own = '"a": "model.layers.0.mlp.gate_proj.lora_A.weight"'
+    entry.value = entry.value.replace(own, own.replace("gate", "down"), 1)
+    with pytest.raises(ModelError, match=r"'a' must be 'model.layers.0.mlp.gate_proj.lora_A"):
+        lora.merge(model)

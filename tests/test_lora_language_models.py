@@ -134,8 +134,15 @@ def test_an_adapter_of_peft(kind: str, settings: dict[str, Any], tmp_path: Path)
         np.testing.assert_allclose(other[name], array, rtol=1e-6, atol=1e-7)
 
 
-def test_parts_of_a_fused_layer_train_as_in_peft(tmp_path: Path) -> None:
-    wrapped = in_peft("llama", r=3, lora_alpha=6, **CONFIGS["q and v"][1])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [CONFIGS["q and v"], CONFIGS["fused"], ("phi3", CONFIGS["fused"][1] | {"use_dora": True})],
+    ids=["parts here", "parts in PEFT", "parts in PEFT with DoRA"],
+)
+def test_parts_of_a_fused_layer_train_as_in_peft(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    wrapped = in_peft(kind, r=3, lora_alpha=6, **settings)
     wrapped.save_pretrained(tmp_path / "given")
     parameters = [each for each in wrapped.parameters() if each.requires_grad]
     adam, expected = torch.optim.Adam(parameters, lr=0.01), []
@@ -150,7 +157,7 @@ def test_parts_of_a_fused_layer_train_as_in_peft(tmp_path: Path) -> None:
     session = trainer(model, 0.01)
     losses = [step(session) for _ in range(4)]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    assert losses[3] < losses[0] - 0.1
+    assert losses[3] < losses[0] - 0.05
     trained = session.inference_model()
     np.testing.assert_allclose(logits(trained), computed(wrapped), atol=1e-3)
 

@@ -9,12 +9,8 @@ some 1e-6; an adapter changes them by more than 0.1, which is asserted.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import io
-import logging
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +24,7 @@ import torch
 import transformers
 from lora_models import outputs, random_adapter, values, with_values
 from torch import nn
+from torch_exports import exported_by
 
 import ortops
 from ortops import ModelError, TrainingSession, UnsupportedError, lora
@@ -76,27 +73,9 @@ def images() -> nn.Module:
     return nn.Sequential(*layers).eval()
 
 
-def exported(module: nn.Module, given: torch.Tensor, exporter: str) -> onnx.ModelProto:
-    stream = io.BytesIO()
-    settings: dict[str, Any] = {"input_names": ["x"], "output_names": ["y"]}
-    if exporter == "torchscript":
-        settings |= {"dynamo": False, "opset_version": 17}
-        settings["dynamic_axes"] = {"x": {0: "batch"}}
-        target: Any = stream
-    else:
-        settings |= {"dynamo": True, "verbose": False}
-        settings["dynamic_shapes"] = ({0: torch.export.Dim("batch")},)
-        target = None
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-        program = torch.onnx.export(module, (given,), target, **settings)
-    return onnx.load(io.BytesIO(stream.getvalue())) if program is None else program.model_proto
-
-
 @functools.cache
 def _exported(make: Callable[[], nn.Module], exporter: str) -> onnx.ModelProto:
-    return exported(make(), torch.from_numpy(IDS), exporter)
+    return exported_by(make(), torch.from_numpy(IDS), exporter)
 
 
 def base_of(make: Callable[[], nn.Module], exporter: str) -> onnx.ModelProto:
@@ -318,7 +297,7 @@ def test_convolutions(exporter: str, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0", "2"], rank_pattern={"2": 2})
     wrapped = randomized(module, config)
     wrapped.save_pretrained(tmp_path / "given")
-    base = exported(module, torch.from_numpy(x), exporter)
+    base = exported_by(module, torch.from_numpy(x), exporter)
     model = lora.from_peft(base, tmp_path / "given")
     expected = computed(wrapped, x)
     np.testing.assert_allclose(outputs(model, {"x": x})[0], expected, atol=1e-4)
@@ -380,7 +359,7 @@ class Nested(nn.Module):
 
 @functools.cache
 def nested_base() -> onnx.ModelProto:
-    return exported(Nested().eval(), torch.ones(2, 6), "dynamo")
+    return exported_by(Nested().eval(), torch.ones(2, 6), "dynamo")
 
 
 @pytest.mark.parametrize("targets", [["fc1"], ["block.fc1"], ["afc1", "block.fc1x"]])
@@ -398,7 +377,7 @@ def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
     module = encoder()
     wrapped = randomized(module, peft.LoraConfig(target_modules=["query"]), "model")
     wrapped.model.save_pretrained(tmp_path)
-    other = exported(images(), torch.zeros(2, 3, 8, 8), "torchscript")
+    other = exported_by(images(), torch.zeros(2, 3, 8, 8), "torchscript")
     with pytest.raises(ModelError, match=r"layer 'encoder.layer...attention.self.query': the mode"):
         lora.from_peft(other, tmp_path)
 
@@ -406,7 +385,6 @@ def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_dora": True}, r"DoRA is not supported \(use_dora is true\); train"),
         ({"bias": "lora_only"}, r"bias must be 'none', got 'lora_only'; train without the biases"),
         (
             {"modules_to_save": ["pooler"]},

@@ -23,8 +23,9 @@ def lora(options: argparse.Namespace) -> int:
         check_writable({"output": options.output})
     model = read_model(options.model)
     if options.action == "add":
-        settings = options.rank, options.alpha, options.targets
-        write_model(lora_models.add(model, *settings, dropout=options.dropout), options.output)
+        names = ("rank", "alpha", "targets", "dropout", "dora")
+        settings = {name: getattr(options, name) for name in names}
+        write_model(lora_models.add(model, **settings), options.output)
     elif options.action == "merge":
         write_model(_merged(_trained(model), options), options.output)
     elif Path(options.output).suffix == ".onnx_adapter":

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from ortops.errors import ModelError
 from ortops.graph.files.json_fields import (
@@ -33,7 +34,8 @@ class Module:
 
     Attributes:
         kind: ``"linear"``, ``"convolution"`` or ``"embedding"``.
-        a: The name of A, [in, rank] and the kernel of a convolution.
+        a: The name of A, [in, rank] and the kernel of a convolution. Layers that are one layer in
+            PEFT share it.
         b: The name of B, [rank, out] and 1 for each axis of a kernel; it includes the scaling.
         rank: The rank.
         alpha: The numerator of the scaling.
@@ -41,6 +43,7 @@ class Module:
         peft: The layer's name in PEFT; empty if unknown.
         columns: The first and the last column (exclusive) of the node's output that the layer is,
             and the number of all columns; empty if the layer is all of it.
+        dora: Whether the magnitudes of the weight's columns are trained, too (DoRA).
     """
 
     kind: str
@@ -51,6 +54,26 @@ class Module:
     tensors: list[list[str]]
     peft: str = ""
     columns: list[int] = field(default_factory=list)
+    dora: bool = False
+
+    @property
+    def scale(self) -> str:
+        """The name of the factor of each output in DoRA, which files of adapters hold."""
+        return f"{self._scope}.lora_scale"
+
+    @property
+    def magnitude(self) -> str:
+        """The name of the magnitude of each output in DoRA, which is trained."""
+        return f"{self._scope}.lora_magnitude_vector.weight"
+
+    @property
+    def square(self) -> str:
+        """The name of the squared norms of the weight of the base, by output."""
+        return f"{self._scope}.lora_base_square"
+
+    @property
+    def _scope(self) -> str:
+        return self.b.removesuffix(".lora_B.weight")
 
 
 @dataclass(frozen=True)
@@ -78,9 +101,16 @@ class Adapter:
     dropout: float = 0.0
 
     @property
-    def parameters(self) -> list[str]:
+    def matrices(self) -> list[str]:
         """The names of all A and B, in the order of the layers."""
-        return [name for module in self.modules.values() for name in (module.a, module.b)]
+        names = (name for module in self.modules.values() for name in (module.a, module.b))
+        return list(dict.fromkeys(names))
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of what is trained: A and B, and the magnitudes of DoRA."""
+        magnitudes = [module.magnitude for module in self.modules.values() if module.dora]
+        return [*self.matrices, *magnitudes]
 
     def scaling(self, module: Module) -> float:
         """Returns the scaling that B includes."""
@@ -100,7 +130,7 @@ class Adapter:
         Raises:
             ModelError: If one is missing.
         """
-        for name in self.parameters:
+        for name in self.matrices:
             if name not in known:
                 raise ModelError(
                     f"model: '{name}' of its adapter must be both an input and an initializer; "
@@ -108,15 +138,23 @@ class Adapter:
                 )
 
     def dumps(self) -> str:
-        """Returns the JSON, without ``dropout`` if it is 0."""
-        return json.dumps({k: v for k, v in asdict(self).items() if k != "dropout" or v})
+        """Returns the JSON, without what has no effect."""
+        found = _with_effect(asdict(self))
+        return json.dumps(
+            found | {"modules": {n: _with_effect(m) for n, m in found["modules"].items()}}
+        )
 
     def __str__(self) -> str:
         ranks = sorted({module.rank for module in self.modules.values()})
         alphas = sorted({module.alpha for module in self.modules.values()})
         rank, alpha = (", ".join(f"{each:g}" for each in numbers) for numbers in (ranks, alphas))
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
+        dropout += ", DoRA" * any(module.dora for module in self.modules.values())
         return f"rank {rank}, alpha {alpha}{dropout}, on {len(self.modules)} layers"
+
+
+def _with_effect(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in _OPTIONAL or value}
 
 
 def scaling(rank: int, alpha: float, *, rslora: bool) -> float:
@@ -155,11 +193,12 @@ def adapter_of(metadata: Iterable[Entry]) -> Adapter | None:
     if found is None:
         return None
     _check(found, Adapter, "")
-    modules = {}
+    modules = dict[str, Module]()
     for name, module in found["modules"].items():
         _check(module, Module, f"modules {name!r:.80}: ")
-        modules[name] = Module(**module)
-        _check_names(name, modules[name])
+        made = Module(**module)
+        _check_names(name, made, modules)
+        modules[name] = made
     totals = set[str]()
     bases = set[str]()
     for name, module in modules.items():
@@ -186,12 +225,14 @@ def _check(found: object, kind: type[Adapter | Module], place: str) -> None:
     check_fields(start, found, expected, optional=_OPTIONAL, remedy=_REMEDY)
 
 
-def _check_names(name: str, module: Module) -> None:
+def _check_names(name: str, module: Module, before: Mapping[str, Module]) -> None:
     """Rejects names other than those that `ortops.lora` gives to a layer."""
     place = f"modules {name!r:.80}: "
+    alike = (module.kind, module.rank, module.alpha, module.peft)
+    shared = {m.a for m in before.values() if (m.kind, m.rank, m.alpha, m.peft) == alike}
     for field_name, expected in (("a", f"{name}.lora_A.weight"), ("b", f"{name}.lora_B.weight")):
         found = getattr(module, field_name)
-        if found != expected:
+        if found != expected and not (field_name == "a" and found in shared):
             raise _refused(f"{place}'{field_name}'", f"be {expected!r:.80}", found)
     plain = re.sub(r"_[0-9]+$", "", name)  # the suffix distinguishes layers of the same name
     if module.peft and not any(fits(each, module.peft) for each in (name, plain)):
@@ -247,8 +288,9 @@ FIELDS: Mapping[str, Expected] = {
     "tensors": array_of("pairs of names", _is_pair, least=1),
     "peft": TEXT,
     "columns": Expected("an array of no or three integers", _is_columns),
+    "dora": BOOLEAN,
 }
 """What each field of `Adapter` and `Module` must be."""
 
-_OPTIONAL = ("dropout",)
+_OPTIONAL = ("dropout", "dora")
 """Fields that `Adapter.dumps` leaves out where they have no effect."""

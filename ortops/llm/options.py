@@ -50,6 +50,7 @@ class TuningOptions(TypedDict, total=False):
     loss: Annotated["NextToken | str | None", _LOSS]
     dropout: Annotated[float, Option(0.0, "the share of inputs of A to drop", **_SHARE)]
     rslora: Annotated[bool, Option(False, "scale by alpha / √rank", **_SWITCH)]
+    dora: Annotated[bool, Option(False, "train magnitudes of the outputs, too (DoRA)", **_SWITCH)]
     rank_pattern: Annotated["Mapping[str, int] | None", Option(None, _IN_PYTHON)]
     alpha_pattern: Annotated["Mapping[str, float] | None", Option(None, _IN_PYTHON)]
     seed: Annotated[int, Option(0, "nothing: the initial values are those of seed 0")]
@@ -93,7 +94,7 @@ SHARED_FIT = ("accumulate", "max_steps")
 """What `ortops tune` also has of the arguments of `ortops.TrainingSession.fit`."""
 
 _FOREIGN = (
-    "rank=r,lora_r,lora_rank alpha=lora_alpha dropout=lora_dropout rslora=use_rslora "
+    "rank=r,lora_r,lora_rank alpha=lora_alpha dropout=lora_dropout rslora=use_rslora dora=use_dora "
     "targets=target_modules,lora_target adapter=adapter_name_or_path,resume_adapter_file "
     "learning_rate=lr,lr_scheduler_type,lr_scheduler,lr_schedule,warmup,warmup_ratio,warmup_steps "
     "clip_norm=max_grad_norm,gradient_clipping label_smoothing=label_smoothing_factor "

@@ -13,12 +13,14 @@ from ortops._common.numbers import Array
 from ortops.callbacks.checkpoint import Checkpoint
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, ModelError
+from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import load_light
 from ortops.graph.files import external
 from ortops.graph.files.atomic import folder_within, remove_litter, write_atomically, write_together
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.messages import size_of
 from ortops.graph.files.saving import write_model
+from ortops.graph.magnitudes import with_given_scales
 from ortops.llm.folder import GENAI_CONFIG, Folder, copy_others, genai_config
 from ortops.llm.graphs import prune
 from ortops.llm.merging import merged_model
@@ -206,6 +208,7 @@ class FolderWriter:
                 if tensor.name in self.initial:
                     array = self.initial[tensor.name]
                     tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+            model = with_given_scales(model, adapter_of(model.proto.metadata_props))
             pruned = prune(model, load_light(self._folder.model))
             write_model(file, pruned, limit=_ONE_FILE, follow=False)
 

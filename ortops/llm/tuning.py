@@ -58,6 +58,7 @@ from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.files import with_adapter
 from ortops.lora.peft import with_peft
+from ortops.lora.peft_layers import model_type_beside
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
 from ortops.losses.preference import REWARD_MARGIN
 from ortops.metrics.metric import Array, Mean
@@ -72,7 +73,8 @@ _LOSS = "ortops.llm"
 RATE: float = TUNING["learning_rate"].default
 
 _OF_ADAPTER = (
-    *("rank", "alpha", "targets", "rslora", "rank_pattern", "alpha_pattern", "dropout", "seed"),
+    *("rank", "alpha", "seed"),
+    *("targets", "rslora", "rank_pattern", "alpha_pattern", "dropout", "dora"),
 )
 """The arguments of `ortops.lora.addition.adapted`."""
 
@@ -111,6 +113,7 @@ class FineTuning:
             second model.
         dropout: The ratio of elements of a layer's input that training drops before A.
         rslora: Whether to use the scaling alpha / √rank (rsLoRA).
+        dora: Whether to train the magnitudes of outputs, too (DoRA), as for `ortops.lora.add`.
         rank_pattern: Ranks of particular layers, as for `ortops.lora.add`.
         alpha_pattern: Alphas of particular layers, likewise.
         seed: The seed of the adapter's random initial values.
@@ -176,7 +179,7 @@ class FineTuning:
         if files is None and may_see_later_tokens(trainable.proto):
             self._batches.refuse_sight(self.session)
         if adapter is not None:  # without an active adapter, the saved model is the base
-            self._writer.initial = {n: np.zeros_like(a) for n, a in self._writer.initial.items()}
+            self._writer.initial = _without_update(trainable, self._writer.initial)
 
     def _start(
         self,
@@ -629,13 +632,14 @@ def _adapted(
         return move_aside(with_peft(read_base(model), adapter))
     chosen = {"targets": "all-linear"} if given["targets"] is None else {}
     settings = {name: given[name] for name in _OF_ADAPTER} | chosen
-    model = move_aside(adapted(read_base(model), **settings))
+    kind = model_type_beside(folder.model if files is None else folder.path / "model.onnx")
+    model = move_aside(adapted(read_base(model), **settings, model_type=kind))
     return model if adapter is None else with_adapter(model, adapter)
 
 
 def _refuse_adapter(model: LightModel, given: Mapping[str, Any]) -> None:
     """Rejects what only an adapter has, and weights that cannot be trained themselves."""
-    for name in ("targets", "adapter", "dropout", "rslora", "rank_pattern", "alpha_pattern"):
+    for name in ("adapter", *_OF_ADAPTER[3:]):
         if given[name] not in (None, TUNING[name].default):
             raise ArgumentError(
                 f"{name} must be left out if rank=None trains all weights, got {given[name]!r:.80}"
@@ -761,12 +765,20 @@ def _words(model: LightModel, folder: Folder) -> int | None:
 
 def _adapter_names(model: LightModel) -> list[str]:
     adapter = adapter_of(model.proto.metadata_props)
-    modules = {} if adapter is None else adapter.modules
-    return [name for module in modules.values() for name in (module.a, module.b)]
+    return [] if adapter is None else adapter.parameters
 
 
 def _adapter_values(model: LightModel) -> dict[str, npt.NDArray[Any]]:
     return model.arrays(_adapter_names(model))
+
+
+def _without_update(model: LightModel, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of an adapter that changes nothing: zeros, and the norms of weights."""
+    adapter = adapter_of(model.proto.metadata_props)
+    layers = [] if adapter is None else [m for m in adapter.modules.values() if m.dora]
+    squares = model.arrays([module.square for module in layers])
+    norms = {module.magnitude: np.sqrt(squares[module.square]) for module in layers}
+    return {name: np.zeros_like(array) for name, array in values.items()} | norms
 
 
 def _filled(file: Path, model: LightModel) -> LightModel:

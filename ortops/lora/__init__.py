@@ -8,5 +8,6 @@ from ortops.lora.addition import add
 from ortops.lora.files import load_adapter, save_adapter
 from ortops.lora.merging import merge
 from ortops.lora.peft import from_peft, to_peft
+from ortops.lora.recognition import recognize
 
-__all__ = ["add", "from_peft", "load_adapter", "merge", "save_adapter", "to_peft"]
+__all__ = ["add", "from_peft", "load_adapter", "merge", "recognize", "save_adapter", "to_peft"]

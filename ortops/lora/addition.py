@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,13 @@ from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
-from ortops.graph.layer_names import standard
+from ortops.graph.layer_names import standard, whole_of
 from ortops.graph.names import Names
+from ortops.lora.evaluation import norms_of, product, squares_of
 from ortops.lora.fingerprints import fingerprint
 from ortops.lora.model import WITHOUT_TRAINING, Array
 from ortops.lora.patterns import Patterns
+from ortops.lora.peft_layers import is_fusing, model_type_beside
 from ortops.lora.targets import Target, chosen
 from ortops.surgery.reading import refuse_training
 
@@ -49,6 +52,7 @@ def add(
     rank_pattern: Mapping[str, int] | None = None,
     alpha_pattern: Mapping[str, float] | None = None,
     dropout: float = 0.0,
+    dora: bool = False,
     seed: int = 0,
 ) -> onnx.ModelProto:
     """Returns a model with a low-rank adapter (LoRA). Its outputs are the same until it is trained.
@@ -64,8 +68,10 @@ def add(
     training takes the same steps as PEFT's.
 
     A layer is named after the scope of its node, as written by PyTorch's exporters, or else after
-    its weight. Each layer gets its own adapter, also where weights are tied. Nodes of one layer
-    that read the same weight share an adapter.
+    its weight. Each layer gets its own adapter, also where weights are tied. A layer that is called
+    several times (ALBERT, the shared keys of DeBERTa) has one adapter for all calls, as in PEFT.
+    Where config.json or genai_config.json beside the model's file says that it is Phi-3, whose
+    gate_proj and up_proj are one layer in transformers, these share A.
 
     As in PEFT, A and B are float32 if the model computes in float16 or bfloat16; their product is
     rounded before it is added.
@@ -96,6 +102,10 @@ def add(
             and below 1; the others are multiplied by 1 / (1 - dropout). The layers draw masks of
             their own. As in PEFT, inference drops nothing, and adapters of embeddings have no
             dropout.
+        dora: Whether each output of a layer is scaled by m / ‖W + scaling · B A‖ (DoRA), where m,
+            the magnitude, is trained too, and the norm is that of the output's weights and has no
+            gradient, as in PEFT. The scale is an input, ``<layer>.lora_scale``, which
+            `save_adapter` computes. Dropout drops only what A reads.
         seed: The seed of the random initial values.
 
     Returns:
@@ -111,7 +121,7 @@ def add(
             operators, recurrent layers, g_idx of MatMulNBits; or dropout is given and a target is
             inside a branch or a loop.
 
-    Source: arXiv:2106.09685 (LoRA); arXiv:2312.03732 (rsLoRA).
+    Source: arXiv:2106.09685 (LoRA); arXiv:2312.03732 (rsLoRA); arXiv:2402.09353 (DoRA).
 
     Example:
         >>> from ortops.docs import examples
@@ -120,7 +130,9 @@ def add(
         {'fc1.lora_A.weight': [4, 2], 'fc1.lora_B.weight': [2, 16]}
     """
     pairs = rank_pattern, alpha_pattern
-    return to_proto(adapted(read_base(model), rank, alpha, targets, rslora, *pairs, dropout, seed))
+    kind = model_type_beside(Path(model).absolute()) if isinstance(model, (str, Path)) else None
+    settings = (rank, alpha, targets, rslora, *pairs, dropout, seed, dora, kind)
+    return to_proto(adapted(read_base(model), *settings))
 
 
 def adapted(
@@ -133,6 +145,8 @@ def adapted(
     alpha_pattern: Mapping[str, float] | None = None,
     dropout: float = 0.0,
     seed: int = 0,
+    dora: bool = False,
+    model_type: str | None = None,
 ) -> ir.Model:
     """Adds an adapter to a model; see `add`.
 
@@ -146,7 +160,10 @@ def adapted(
         alpha_pattern: Alphas of particular layers.
         dropout: The ratio of elements that training drops before A.
         seed: The seed of the random initial values.
+        dora: Whether to train magnitudes, too.
+        model_type: The model's type in transformers, if it is known.
     """
+    dora = boolean("dora", dora)
     rslora, seed = boolean("rslora", rslora), whole_number("seed", seed, 0)
     rank, alpha = whole_number("rank", rank, 1), number("alpha", alpha, above=0)
     dropout = number("dropout", dropout, minimum=0, below=1)
@@ -173,14 +190,19 @@ def adapted(
             )
     generator = np.random.default_rng(seed)
     layers: dict[object, Layer] = {}
+    firsts: dict[object, Layer] = {}  # of layers that PEFT has as one
     for target in found:
-        key = (target.module, target.weight, target.kind, target.sizes)
-        layer = layers.get(key)
+        layer = layers.get(target.key)
         if layer is None:
             r = int(_value_for(by_rank, target.module, rank))
             own = float(_value_for(by_alpha, target.module, alpha))
             a, b = _first(target, r, scaling(r, own, rslora=rslora), generator)
-            layer = layers[key] = Layer(target.module, r, own, a, b)
+            whole = whole_of(standard(target.module)) if is_fusing(model_type) else ""
+            first = firsts.get((whole, r, own, target.x))
+            a = first.a if first else a
+            layer = layers[target.key] = Layer(target.module, r, own, a, b, dora=dora, first=first)
+            if whole:
+                firsts.setdefault((whole, r, own, target.x), layer)
         layer.targets.append(target)
     described = Adapter(rank, alpha, rslora, "", {}, ranks, alphas, dropout)
     return attach(base, list(layers.values()), described)
@@ -238,6 +260,9 @@ class Layer:
         b: The values of B, multiplied by the scaling.
         targets: The nodes of the layer.
         peft: The layer's name in PEFT.
+        dora: Whether it has magnitudes.
+        magnitude: Their values; None for the norms of the weight.
+        first: The layer whose A it shares, as they are one layer in PEFT.
     """
 
     module: str
@@ -247,6 +272,9 @@ class Layer:
     b: Array
     targets: list[Target] = field(default_factory=list)
     peft: str = ""
+    dora: bool = False
+    magnitude: Array | None = None
+    first: Layer | None = None
 
 
 def read_base(model: ModelLike | LightModel) -> Base:
@@ -293,31 +321,29 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> ir.Model:
     """
     work = base.work
     names, opset = Names(work.graph), work.graph.opset_imports.get("", 1)
-    modules = {}
+    modules, matrices = {}, dict[int, ir.Value]()
     for layer in layers:
-        if adapter.dropout and layer.targets[0].kind != "embedding":
+        if (adapter.dropout and layer.targets[0].kind != "embedding") or layer.dora:
             _refuse_inner(layer, work.graph)
         module = _unique(layer.module, names)
-        a = _parameter(work.graph, f"{module}.lora_A.weight", layer.a)
+        root = id(layer.first or layer)
+        if root not in matrices:
+            matrices[root] = _parameter(work.graph, f"{module}.lora_A.weight", layer.a)
+        a = matrices[root]
         b = _parameter(work.graph, f"{module}.lora_B.weight", layer.b)
-        modules[module] = Module(
-            layer.targets[0].kind,
-            a.name or "",
-            b.name or "",
-            layer.rank,
-            layer.alpha,
-            [
-                _place(target, a, b, module, names, opset, adapter.dropout)
-                for target in layer.targets
-            ],
-            layer.peft,
-            list(layer.targets[0].columns),
-        )
-    described = replace(adapter, fingerprint=base.fingerprint, modules=modules)
-    work.metadata_props[METADATA_KEY] = described.dumps()
+        kind, columns = layer.targets[0].kind, list(layer.targets[0].columns)
+        described = (kind, a.name or "", b.name or "", layer.rank, layer.alpha)
+        new = Module(*described, [], layer.peft, columns, layer.dora)
+        scale = _scale(work, layer, new) if layer.dora else None
+        for target in layer.targets:
+            placed = _place(target, (a, b, scale), module, names, opset, adapter.dropout)
+            new.tensors.append(placed)
+        modules[module] = new
+    result = replace(adapter, fingerprint=base.fingerprint, modules=modules)
+    work.metadata_props[METADATA_KEY] = result.dumps()
     work.ir_version = max(work.ir_version, _INITIALIZERS_MAY_BE_INPUTS_OR_NOT)
-    count = sum(layer.a.size + layer.b.size for layer in layers)
-    say_note("added an adapter of %s: %s trainable parameters", described, f"{count:,}")
+    count = sum(layer.b.size + layer.a.size * (layer.first is None) for layer in layers)
+    say_note("added an adapter of %s: %s trainable parameters", result, f"{count:,}")
     return work
 
 
@@ -341,6 +367,26 @@ def _parameter(graph: ir.Graph, name: str, array: Array) -> ir.Value:
     return value
 
 
+def _scale(work: ir.Model, layer: Layer, module: Module) -> ir.Value:
+    """Adds the magnitudes of a layer and the norms of its weight; returns the scale, an input."""
+    target = layer.targets[0]
+    squares = squares_of(work, target.node, target.kind)
+    first, last, _ = target.columns or (0, len(squares), 0)
+    shape = (last - first, *(1 for _ in target.kernel))
+    own = squares[first:last].reshape(shape)
+    norms = np.sqrt(own).astype(layer.a.dtype)
+    scale = np.ones_like(norms)
+    if layer.magnitude is not None:
+        update = product(module, layer.a, layer.b)
+        found = norms_of(module, norms, squares_of(work, target.node, target.kind, update))
+        norms = layer.magnitude.reshape(shape).astype(norms.dtype)
+        scale = norms / found
+    for name, array in ((module.magnitude, norms), (module.square, own.astype(norms.dtype))):
+        value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+        work.graph.register_initializer(value)
+    return _parameter(work.graph, module.scale, scale)
+
+
 def _first(
     target: Target, rank: int, scale: float, generator: np.random.Generator
 ) -> tuple[Array, Array]:
@@ -355,25 +401,35 @@ def _first(
     return a.astype(dtype), np.zeros((rank, out, *(1 for _ in kernel)), dtype)
 
 
+def _constant(value: Any, dtype: Any, emit: Callable[..., ir.Value]) -> ir.Value:
+    return emit("Constant", [], [ir.AttrTensor("value", ir.tensor(np.array(value, dtype)))])
+
+
 def _padded(
     b: ir.Value, columns: Sequence[int], opset: int, emit: Callable[..., ir.Value]
 ) -> ir.Value:
-    """Returns B of a part of a fused layer, with zeros for the columns of the other parts."""
+    """Returns B of a part of a fused layer, with zeros for the columns of the other parts.
+
+    The scales of DoRA, which have one axis, get ones.
+    """
     first, last, count = columns
-    pads = [0, first, 0, count - last]
+    is_scale = b.shape is not None and len(b.shape) == 1
+    pads = [first, count - last] if is_scale else [0, first, 0, count - last]
     if opset < _PADS_ARE_INPUTS:
-        return emit("Pad", [b], [ir.AttrInt64s("pads", pads)])
-    tensor = ir.tensor(np.array(pads, np.int64))
-    return emit("Pad", [b, emit("Constant", [], [ir.AttrTensor("value", tensor)])])
+        value = ir.AttrFloat32("value", float(is_scale))
+        return emit("Pad", [b], [ir.AttrInt64s("pads", pads), *[value] * is_scale])
+    ones = [_constant(1, b.dtype.numpy(), emit)] if is_scale and b.dtype else []
+    return emit("Pad", [b, _constant(pads, np.int64, emit), *ones])
 
 
 def _refuse_inner(layer: Layer, graph: ir.Graph) -> None:
-    """Rejects dropout for a layer in a sub-graph, where the masks could not be drawn again."""
+    """Rejects a layer in a sub-graph, where masks could not be drawn again, nor norms computed."""
     for target in layer.targets:
         if target.node.graph is not graph:
             raise UnsupportedError(
                 f"{describe(target.node)}: layer '{layer.module}' is inside a branch or a loop, "
-                "where adapters cannot have dropout; use dropout=0 (lora_dropout in PEFT)"
+                "where adapters cannot have dropout and DoRA; use dropout=0 (lora_dropout in PEFT) "
+                "and dora=False"
             )
 
 
@@ -381,14 +437,12 @@ def _dropped(x: ir.Value, ratio: float, opset: int, emit: Callable[..., ir.Value
     """Returns the input of A: in training, some elements of x are dropped."""
     if opset < _RATIO_IS_INPUT:
         return emit("Dropout", [x], [ir.AttrFloat32("ratio", ratio)])
-    tensor = ir.tensor(np.array(ratio, np.float32))
-    return emit("Dropout", [x, emit("Constant", [], [ir.AttrTensor("value", tensor)])])
+    return emit("Dropout", [x, _constant(ratio, np.float32, emit)])
 
 
 def _place(
     target: Target,
-    a: ir.Value,
-    b: ir.Value,
+    parameters: tuple[ir.Value, ir.Value, ir.Value | None],
     module: str,
     names: Names,
     opset: int,
@@ -400,6 +454,7 @@ def _place(
         The names of the output without the adapter, and with it.
     """
     node, nodes = target.node, list[ir.Node]()
+    a, b, scale = parameters
 
     def emit(
         op_type: str, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr] = ()
@@ -429,19 +484,48 @@ def _place(
         if node.op_type == "Gemm" and node.attributes.get_int("transA", 0) == 1:
             x = emit("Transpose", [x], [ir.AttrInt64s("perm", [1, 0])])
         delta = emit("MatMul", [emit("MatMul", [x, a]), factor])
-    if target.adapter_dtype != target.dtype:
-        delta = emit("Cast", [delta], [ir.AttrInt64("to", target.dtype.value)])
     y = _rounded(target.y)
     total = emit("Add", [delta, delta])
+    last_node = nodes.pop()
     total.type, total.shape = y.type, y.shape
     take_place(y, total)
     y.name = names.unique(f"{module}.lora/base")
-    nodes[-1].replace_input_with(0, y)
+    if scale is not None:
+        if target.columns:
+            scale = _padded(scale, target.columns, opset, emit)
+        delta = _scaled(target, y, delta, scale, emit)
+    if target.adapter_dtype != target.dtype:
+        delta = emit("Cast", [delta], [ir.AttrInt64("to", target.dtype.value)])
+    nodes.append(last_node)
+    last_node.replace_input_with(0, y)
+    last_node.replace_input_with(1, delta)
     last = y.producer()
     assert last is not None
     assert isinstance(last.graph, ir.Graph)
     last.graph.insert_after(last, nodes)
     return [y.name, total.name or ""]
+
+
+def _scaled(
+    target: Target, y: ir.Value, delta: ir.Value, scale: ir.Value, emit: Callable[..., ir.Value]
+) -> ir.Value:
+    """Returns g · (W x + B A x) − W x, what DoRA adds to a layer's output, given W x + b."""
+    node, bias = target.node, None
+    index = {"Gemm": 2, "Conv": 2, "MatMulNBits": 5}.get(node.op_type, len(node.inputs))
+    if index < len(node.inputs):
+        bias = node.inputs[index]
+    beta = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
+    if target.adapter_dtype != target.dtype:
+        wide = [ir.AttrInt64("to", target.adapter_dtype.value)]
+        y, bias = emit("Cast", [y], wide), None if bias is None else emit("Cast", [bias], wide)
+    if bias is not None and target.kernel:
+        shape = [-1, *(1 for _ in target.kernel)]
+        bias = emit("Reshape", [bias, _constant(shape, np.int64, emit)])
+    if bias is not None and beta != 1:
+        bias = emit("Mul", [bias, _constant(beta, target.adapter_dtype.numpy(), emit)])
+    if bias is not None:
+        y = emit("Sub", [y, bias])
+    return emit("Sub", [emit("Mul", [scale, emit("Add", [y, delta])]), y])
 
 
 def _rounded(value: ir.Value) -> ir.Value:

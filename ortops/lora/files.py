@@ -21,6 +21,7 @@ from ortops.graph.files.folders import remember
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.opening import read_regular
 from ortops.lora.adapter_file import read_adapter_file
+from ortops.lora.evaluation import all_norms
 from ortops.lora.fingerprints import family
 from ortops.lora.model import Adapted, Array, check_base, read_adapted, refuse_not_finite
 
@@ -77,7 +78,7 @@ def written_adapter(model: LightModel) -> bytes:
     kin = family(adapted.model)
     form.set_adapter_version(_version(kin) if kin else _ADAPTER_VERSION)
     form.set_model_version(_version(fingerprint))
-    arrays = {name: np.ascontiguousarray(a) for name, a in adapted.parameters.items()}
+    arrays = {name: np.ascontiguousarray(a) for name, a in _served(adapted).items()}
     form.set_parameters(  # which share the arrays' memory
         {name: onnxruntime.OrtValue.ortvalue_from_numpy(a) for name, a in arrays.items()}
     )
@@ -85,6 +86,17 @@ def written_adapter(model: LightModel) -> bytes:
         file = Path(folder, "adapter")
         form.export_adapter(str(file))
         return read_regular(file)
+
+
+def _served(adapted: Adapted) -> dict[str, Array]:
+    """Returns what a file of the adapter holds: A and B, and the scales of DoRA."""
+    known, modules = adapted.parameters, adapted.adapter.modules.values()
+    result = {name: known[name] for name in adapted.adapter.matrices}
+    given = {m.scale: known[m.scale] for m in modules if m.dora and m.scale in known}
+    if not given:
+        found = all_norms(adapted, known)
+        given = {m.scale: known[m.magnitude] / found[m.scale] for m in modules if m.dora}
+    return result | given
 
 
 @loading.blame_model
@@ -150,7 +162,7 @@ def _checked(adapted: Adapted, path: str | os.PathLike[str]) -> Mapping[str, Arr
         )
     elif version != _version(fingerprint):
         _check_other(adapted, version, kin, where)
-    known = adapted.parameters
+    known = _served(adapted)
     for name in given.keys() - known.keys():
         raise ModelError(
             f"{where}: the model's adapter has no '{name:.200}'; {did_you_mean(name, known)}"
@@ -168,7 +180,9 @@ def _checked(adapted: Adapted, path: str | os.PathLike[str]) -> Mapping[str, Arr
                 f"{found.dtype}{list(found.shape)}; add the adapter with the same rank"
             )
     refuse_not_finite(given, where)
-    return given
+    norms = all_norms(adapted, given)
+    modules = [module for module in adapted.adapter.modules.values() if module.dora]
+    return {**given, **{m.magnitude: given[m.scale] * norms[m.scale] for m in modules}}
 
 
 def _check_other(adapted: Adapted, version: int, kin: int, where: str) -> None:

@@ -8,25 +8,25 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops._common.uninterrupted import finished_at_exit
 from ortops.engine.building.readers import readers
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph import convert
-from ortops.graph.adapters import METADATA_KEY, Module
+from ortops.graph.adapters import METADATA_KEY
 from ortops.graph.edit import describe, remove_node, take_place
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.names import Names
+from ortops.lora.evaluation import evaluated, update_of, weight_index
 from ortops.lora.model import WITHOUT_TRAINING, Array, read_adapted, refuse_not_finite
 from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import steps_to_weight
-from ortops.surgery.reading import drop_unread, model_of, open_model, refuse_training
+from ortops.surgery.reading import drop_unread, refuse_training
 
 
 @loading.blame_model
 def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
-    """Returns a model with its adapter merged into the weights: W + scaling · B A.
+    """Returns a model with its adapter merged into the weights: W + scaling · B A, scaled in DoRA.
 
     Args:
         model: A model with an adapter from `add` or `from_peft`: a ModelProto, its bytes, or its
@@ -60,36 +60,32 @@ def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
     proto, folder = loading.load(model)
     work = convert.to_ir(proto, folder)
     names = Names(work.graph)
-    updates: dict[tuple[ir.Node, ...], tuple[str, Array]] = {}
+    updates: dict[tuple[ir.Node, ...], tuple[str, Array, Array]] = {}
     for name, values in remove_adapter(work, adapted.adapter).items():
         module = adapted.adapter.modules[name]
-        nodes = tuple(_node(value, name) for value in values)
-        a, b = adapted.parameters[module.a], adapted.parameters[module.b]
-        with np.errstate(over="ignore", invalid="ignore"):  # `_sum` rejects an overflow
-            product = _product(module, a, b)
-            if nodes in updates:  # another part of a fused layer
-                name, before = updates[nodes]
-                product = before + product
-        updates[nodes] = name, product
-    for nodes, (name, update) in updates.items():
+        for nodes in _by_weight([_node(value, name) for value in values]):
+            with np.errstate(over="ignore", invalid="ignore"):  # `_sum` rejects an overflow
+                update, factor = update_of(adapted, module, work, nodes[0])
+                layer, before, factors = updates.get(nodes, (name, 0, 1))  # of other parts
+                updates[nodes] = layer, before + update, factors * factor
+    for nodes, (name, update, factor) in updates.items():
         with np.errstate(over="ignore", invalid="ignore"):
-            _fold(work, names, name, nodes, update, dequantize)
+            _fold(work, names, name, nodes, (update, factor), dequantize)
     del work.metadata_props[METADATA_KEY]
     return to_proto(work)
 
 
-def _product(module: Module, a: Array, b: Array) -> Array:
-    """Returns the update of a weight: [in, out], or [out, in, *kernel] for a convolution."""
-    dtype = np.promote_types(a.dtype, np.float32)
-    a, b = a.astype(dtype), b.astype(dtype)
-    if module.kind == "convolution":
-        product: Array = np.tensordot(b.reshape(b.shape[:2]), a, axes=(0, 1))
-        return product
-    result: Array = a @ b
-    if module.columns:
-        first, last, count = module.columns
-        result = np.pad(result, [(0, 0), (first, count - last)])
-    return result
+def _by_weight(nodes: Sequence[ir.Node]) -> list[tuple[ir.Node, ...]]:
+    """Returns the nodes of a layer that read a weight alike: exporters may store it twice."""
+    found: dict[object, list[ir.Node]] = {}
+    for node in nodes:
+        steps = steps_to_weight(node.inputs[weight_index(node)])
+        source = None if steps is None else (steps[0], *(step.op_type for step in steps[1]))
+        factors = [node.attributes.get_float("alpha", 1.0), node.attributes.get_int("transB", 0)]
+        found.setdefault((node.op_type, source, *factors * (node.op_type == "Gemm")), []).append(
+            node
+        )
+    return [tuple(each) for each in found.values()]
 
 
 def _node(value: ir.Value, layer: str) -> ir.Node:
@@ -126,12 +122,12 @@ def _fold(
     names: Names,
     layer: str,
     nodes: Sequence[ir.Node],
-    delta: Array,
+    update: tuple[Array, Array],
     dequantize: bool,
 ) -> None:
-    """Adds an update to the weight that nodes share."""
-    node = nodes[0]
-    index = 0 if node.op_type == "Gather" else 1
+    """Adds an update to the weight that nodes share, and multiplies the sum by a factor."""
+    node, (delta, factor) = nodes[0], update
+    index = weight_index(node)
     found = steps_to_weight(node.inputs[index])
     if found is None:
         raise ModelError(
@@ -154,20 +150,21 @@ def _fold(
                 f"{describe(node)}: its weight has no effect, as its alpha is 0; keep the adapter"
             )
         delta = delta / delta.dtype.type(alpha)
-        delta = delta.T if node.attributes.get_int("transB", 0) == 1 else delta
+        if node.attributes.get_int("transB", 0) == 1:
+            delta, factor = delta.T, factor.T
     alone = {reader.node for reader in readers(source)} <= set(nodes)
     shown = source.is_graph_output() or any(v.is_graph_output() for s in steps for v in s.outputs)
     if alone and not is_quantized and not shown:
         for step in reversed(steps):
             if step.op_type == "Transpose":
-                axes = step.attributes.get_ints("perm", range(delta.ndim)[::-1])
-                delta = np.transpose(delta, np.argsort(axes))
+                axes = np.argsort(step.attributes.get_ints("perm", range(delta.ndim)[::-1]))
+                delta, factor = np.transpose(delta, axes), np.transpose(factor, axes)
         tensor = ir.convenience.get_const_tensor(source)
         assert tensor is not None
-        _set(source, _sum(layer, source.name, tensor.numpy(), delta))
+        _set(source, _sum(layer, source.name, tensor.numpy(), delta, factor))
         return
     old = [each.inputs[index] for each in nodes]
-    weight = _sum(layer, source.name, _evaluated(work, node, index, steps), delta)
+    weight = _sum(layer, source.name, evaluated(work, node, index, steps), delta, factor)
     value = ir.Value(name=names.unique(f"{layer}.weight"), const_value=ir.tensor(weight))
     work.graph.register_initializer(value)
     for each in nodes:
@@ -177,17 +174,18 @@ def _fold(
         else:
             each.replace_input_with(index, value)
     for unread in dict.fromkeys(old):
-        _drop(unread)
+        drop(unread)
 
 
-def _sum(layer: str, name: str | None, weight: Array, delta: Array) -> Array:
+def _sum(layer: str, name: str | None, weight: Array, delta: Array, factor: Array) -> Array:
     if weight.shape != delta.shape:
         raise ModelError(
             f"model: the product of A and B of layer '{layer}' has shape {list(delta.shape)}, but "
             f"the layer's weight has {list(weight.shape)}; add the adapter again"
         )
     dtype = np.promote_types(weight.dtype, np.float32)
-    total: Array = (weight.astype(dtype) + delta.astype(dtype)).astype(weight.dtype)
+    total: Array = weight.astype(dtype) + delta.astype(dtype)
+    total = (total * factor.astype(dtype)).astype(weight.dtype)
     if not np.isfinite(total[np.isfinite(weight)]).all():
         raise ModelError(
             f"model: merging the adapter of layer '{layer}' overflows {weight.dtype}, the type of "
@@ -207,7 +205,7 @@ def _set(source: ir.Value, array: Array) -> None:
     node.attributes.add(ir.AttrTensor("value", tensor))
 
 
-def _drop(unused: ir.Value | None) -> None:
+def drop(unused: ir.Value | None) -> None:
     """Removes an unused value, and the nodes and constants that only it needed."""
     pending = [unused]
     while pending:
@@ -220,47 +218,6 @@ def _drop(unused: ir.Value | None) -> None:
         elif not any(v.uses() or v.is_graph_output() for v in node.outputs):
             pending += reversed(node.inputs)
             remove_node(node)
-
-
-@finished_at_exit
-def _evaluated(work: ir.Model, node: ir.Node, index: int, steps: Sequence[ir.Node]) -> Array:
-    """Returns the dequantized weight of a node, computed by onnxruntime."""
-    weight = node.inputs[index]
-    assert weight is not None
-    nodes = [ir.serde.serialize_node(step) for step in steps]
-    read = {value for step in steps for value in step.inputs} | {weight}
-    inputs, feeds, result = [], {}, weight.name or ""
-    if node.op_type == "MatMulNBits":
-        product = ir.serde.serialize_node(node)
-        attributes = [a for a in product.attribute if a.name != "accuracy_level"]
-        del product.attribute[:], product.input[5:]  # without integer products and the bias
-        product.attribute.extend(attributes)
-        product.input[0], product.output[0], result = "identity", "product", "product"
-        nodes.append(product)
-        read |= set(node.inputs[2:5])
-        scales = node.inputs[2]
-        assert scales is not None
-        dtype = scales.dtype or ir.DataType.FLOAT
-        feeds["identity"] = np.eye(node.attributes["K"].as_int(), dtype=dtype.numpy())
-        inputs = [onnx.helper.make_tensor_value_info("identity", dtype.value, None)]
-    made = {value for step in steps for value in step.outputs}
-    output = onnx.helper.make_value_info(result, onnx.TypeProto())
-    graph = onnx.helper.make_graph(nodes, "weight", inputs, [output])
-    for value in read - made:
-        if value is None:
-            continue
-        tensor = ir.convenience.get_const_tensor(value)
-        if tensor is None:
-            raise UnsupportedError(
-                f"{describe(node)}: '{value.name}', which its weight is dequantized with, is not a "
-                "constant; keep the adapter"
-            )
-        if value is weight and not nodes:
-            return np.asarray(tensor.numpy())
-        ir.serde.serialize_tensor_into(graph.initializer.add(), tensor)
-        graph.initializer[-1].name = value.name or ""
-    found: Array = open_model(model_of(work, graph)).run(None, feeds)[0]
-    return found
 
 
 def _to_product(node: ir.Node, weight: ir.Value, names: Names) -> None:

@@ -32,7 +32,8 @@ class Adapted:
     Attributes:
         model: The light model.
         adapter: The description of its adapter.
-        parameters: All A and B, by name.
+        parameters: All A and B by name, and for DoRA the magnitudes and, if they are inputs, the
+            scales.
     """
 
     model: LightModel
@@ -55,13 +56,19 @@ def read_adapted(model: ModelLike | LightModel) -> Adapted:
         )
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
     adapter.refuse_missing(tensors.keys() & {value.name for value in proto.graph.input})
-    for name in adapter.parameters:
+    scales = [m.scale for m in adapter.modules.values() if m.dora and m.scale in tensors]
+    names = [*adapter.parameters, *scales]
+    for name in names:
+        if name not in tensors:
+            raise ModelError(
+                f"model: its adapter has no '{name}'; restore what ortops.lora.add created"
+            )
         if tensors[name].data_type not in _FLOATS:
             raise ModelError(
                 f"model: '{name}' of its adapter must be of type FLOAT, FLOAT16 or DOUBLE, got "
                 f"data_type {tensors[name].data_type}; restore what ortops.lora.add created"
             )
-    parameters = {name: light.array_of(tensors[name]) for name in adapter.parameters}
+    parameters = {name: light.array_of(tensors[name]) for name in names}
     for name, module in adapter.modules.items():
         a, b = parameters[module.a], parameters[module.b]
         axes = a.ndim == b.ndim and (a.ndim > 2 if module.kind == "convolution" else a.ndim == 2)
@@ -71,6 +78,13 @@ def read_adapted(model: ModelLike | LightModel) -> Adapted:
                 f"do not fit a {module.kind} adapter of rank {module.rank}; restore what "
                 "ortops.lora.add created"
             )
+        for each in (module.magnitude, module.scale) if module.dora else ():
+            if each in parameters and parameters[each].shape != b.shape[1:]:
+                raise ModelError(
+                    f"model: '{each}' must have the shape {list(b.shape[1:])}, as B of layer "
+                    f"'{name}', got {list(parameters[each].shape)}; restore what ortops.lora.add "
+                    "created"
+                )
     return Adapted(light, adapter, parameters)
 
 

@@ -27,7 +27,7 @@ from ortops.graph.files.json_text import read_settings
 from ortops.graph.files.loading import ModelLike, readable
 from ortops.graph.files.opening import file_in_folder
 from ortops.graph.files.serialization import to_proto
-from ortops.graph.layer_names import FUSED, ends_with, standard
+from ortops.graph.layer_names import ends_with, standard
 from ortops.graph.safetensors import dump_safetensors, read_safetensors
 from ortops.lora.addition import Base, Layer, attach, read_base
 from ortops.lora.model import (
@@ -44,6 +44,7 @@ from ortops.lora.targets import Target, parts, targets
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_MAGNITUDE = "lora_magnitude_vector"
 
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config"),
@@ -51,7 +52,7 @@ _WITHOUT_EFFECT = {
     *("layers_to_transform", "lora_dropout", "megatron_config", "megatron_core", "peft_type"),
     *("peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules"),
     *("task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"),
-    *("init_lora_weights", "corda_config", "lora_ga_config"),
+    *("init_lora_weights", "corda_config", "lora_ga_config", "use_dora"),
 }
 """Settings that are read here, or that do not affect what a trained adapter computes."""
 
@@ -59,6 +60,7 @@ _FIELDS = {
     "r": FIELDS["rank"],
     "lora_alpha": FIELDS["alpha"],
     "use_rslora": or_null(FIELDS["rslora"]),
+    "use_dora": or_null(FIELDS["dora"]),
     "lora_dropout": or_null(FIELDS["dropout"]),
     **{name: or_null(FIELDS[name]) for name in ("rank_pattern", "alpha_pattern")},
 }
@@ -101,7 +103,8 @@ def to_peft(
 
     Raises:
         ModelError: If the model has no adapter, its base has changed since the adapter was added,
-            the adapter's values are not finite, or a layer's name does not start with the prefix.
+            the adapter's values are not finite, a layer's name does not start with the prefix, or
+            two layers that differ have one name.
         OSError: If a file cannot be written.
 
     Example:
@@ -120,6 +123,7 @@ def to_peft(
     if model_type is None and isinstance(model, (str, os.PathLike)):
         model_type = model_type_beside(Path(model).absolute())
     adapter = adapted.adapter
+    places = _places(adapted)
     layers: dict[str, PeftLayer] = {}
     for name, module in adapter.modules.items():
         if not module.peft and not standard(name).startswith(prefix):
@@ -127,13 +131,19 @@ def to_peft(
                 f"prefix: layer '{name}' does not start with '{prefix}'; give a prefix that all "
                 "layers share"
             )
+        if not module.peft and name not in places:
+            raise ModelError(
+                f"model: layer '{name}' got a number, as the model has two layers of one name that "
+                "differ, so its name in PEFT is unknown; add an adapter that leaves it out"
+            )
         a, b = (adapted.parameters[n].swapaxes(0, 1) for n in (module.a, module.b))
         b = _unscaled(module.peft or name, b, adapter.scaling(module))
-        layers[name] = PeftLayer(module.kind, module.rank, module.alpha, a, b, module.columns)
+        m = adapted.parameters[module.magnitude].reshape(-1) if module.dora else None
+        layers[name] = PeftLayer(module.kind, module.rank, module.alpha, a, b, module.columns, m)
     written = peft_layers(
         layers,
         {name: module.peft for name, module in adapter.modules.items()},
-        _columns(adapted),
+        {name: places.get(name, {}) for name in adapter.modules},
         prefix=prefix,
         model_type=model_type,
         rslora=adapter.rslora,
@@ -142,23 +152,24 @@ def to_peft(
     for name, layer in written.items():
         key_a, key_b = _keys(name, layer.kind)
         tensors |= {key_a: np.ascontiguousarray(layer.a), key_b: np.ascontiguousarray(layer.b)}
+        if layer.magnitude is not None:
+            shape = (1, -1, *layer.b.shape[2:]) if layer.b.ndim > 2 else (-1,)
+            tensors[f"{_PREFIX}{name}.{_MAGNITUDE}"] = layer.magnitude.reshape(shape)
     content = dump_safetensors(tensors, {"format": "pt"})
     config = json.dumps(_written_config(adapter, written), indent=2)
     write_together(Path(folder), {_WEIGHTS: content, _CONFIG: f"{config}\n".encode()})
 
 
-def _columns(adapted: Adapted) -> dict[str, dict[str, Sequence[int]]]:
-    """Returns the columns of the parts of fused layers, by the names of both."""
-    fused = [name for name in adapted.adapter.modules if name.rpartition(".")[2] in FUSED]
-    if not fused:
-        return {}
+def _places(adapted: Adapted) -> dict[str, dict[str, Sequence[int]]]:
+    """Returns the layers of a model and parts of fused ones, with the columns of their parts."""
     work = convert.to_ir(adapted.model)
     remove_adapter(work, adapted.adapter)
-    return {
-        target.module: {part.module: part.columns for part in parts(target)}
-        for target in targets(work)
-        if target.module in fused
-    }
+    found: dict[str, dict[str, Sequence[int]]] = {}
+    for target in targets(work):
+        pieces = parts(target)
+        found.update({part.module: {} for part in pieces})
+        found[target.module] = {part.module: part.columns for part in pieces}
+    return found
 
 
 def _written_config(adapter: Adapter, modules: Mapping[str, PeftLayer]) -> dict[str, Any]:
@@ -187,6 +198,7 @@ def _written_config(adapter: Adapter, modules: Mapping[str, PeftLayer]) -> dict[
             for name, module in modules.items()
             if module.alpha != adapter.alpha
         },
+        **({"use_dora": True} if any(m.magnitude is not None for m in modules.values()) else {}),
     }
 
 
@@ -201,7 +213,8 @@ def refuse_others(folder: str | os.PathLike[str]) -> None:
     for file in (config, *siblings(config, TEMPORARY)):  # left by a killed process
         with contextlib.suppress(OSError, ModelError):
             settings = read_settings(file)
-            if settings.keys() == _written_config(Adapter(1, 1.0, False, "", {}), {}).keys():
+            written = _written_config(Adapter(1, 1.0, False, "", {}), {}).keys()
+            if settings.keys() - {"use_dora"} == written:
                 return
     if present:
         raise OrtopsError(
@@ -229,7 +242,7 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
     Raises:
         ModelError: If a file is missing or invalid, a layer of the adapter matches no layer of the
             model or several, a shape differs, or a value is not finite.
-        UnsupportedError: If the adapter is not plain LoRA (DoRA, trained biases, saved modules,
+        UnsupportedError: If the adapter is neither LoRA nor DoRA (trained biases, saved modules,
             initializations that change the base), or a layer cannot have an adapter.
 
     Example:
@@ -258,7 +271,8 @@ def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
     everything = targets(base.work)
     places = Places(everything)
     layers: list[Layer] = []
-    for peft, (a, b) in _pairs(_tensors(files[1]), everything).items():
+    dora = bool(config.get("use_dora"))
+    for peft, (a, b, m) in _pairs(_tensors(files[1]), everything, dora=dora).items():
         r = a.shape[0] if a.ndim else 0
         expected_rank = ranks.value_for(peft, rank)
         if r != expected_rank:
@@ -267,6 +281,7 @@ def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
                 "write the adapter again"
             )
         own = float(alphas.value_for(peft, alpha))
+        first, shared = 0, None
         for found, rows in places.of(peft, b):
             for other in layers:
                 if other.targets[0] is found[0]:
@@ -276,7 +291,11 @@ def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
                         "the same"
                     )
             new_a, new_b = _fitted(peft, found[0], a, rows, scaling(r, own, rslora=rslora))
-            layers.append(Layer(found[0].module, r, own, new_a, new_b, found, peft))
+            own_m = None if m is None else m[first : first + len(rows)]
+            first += len(rows)
+            described = (found[0].module, r, own, new_a, new_b, found, peft, dora, own_m)
+            layers.append(Layer(*described, shared))
+            shared = shared or layers[-1]
     layers.sort(key=lambda layer: places.order(layer.targets[0]))  # files have no order
     return attach(base, layers, Adapter(rank, alpha, rslora, "", {}, **given, dropout=dropout))
 
@@ -347,10 +366,6 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _refuse_more_than_lora(file: Path, config: Mapping[str, Any]) -> None:
-    if config.get("use_dora"):
-        raise UnsupportedError(
-            f"file '{file}': DoRA is not supported (use_dora is true); train with use_dora=False"
-        )
     if config.get("bias", "none") != "none":
         raise UnsupportedError(
             f"file '{file}': bias must be 'none', got {config['bias']!r:.80}; train without the "
@@ -392,13 +407,14 @@ def _tensors(file: Path) -> dict[str, Array]:
 
 
 def _pairs(
-    tensors: Mapping[str, Array], everything: Sequence[Target]
-) -> dict[str, tuple[Array, Array]]:
-    """Returns A and B by layer."""
+    tensors: Mapping[str, Array], everything: Sequence[Target], *, dora: bool
+) -> dict[str, tuple[Array, Array, Array | None]]:
+    """Returns A, B and the magnitudes of DoRA by layer."""
     found: dict[str, dict[str, Array]] = {}
+    parts_of_names = "[AB]|magnitude_vector" if dora else "[AB]"
     for key, array in tensors.items():
         match = re.fullmatch(
-            r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key
+            rf"base_model\.model\.(.+)\.lora_(?:embedding_)?({parts_of_names})(?:\.weight)?", key
         )
         if match is None and _is_of_base(key, array, everything):
             continue
@@ -415,14 +431,17 @@ def _pairs(
             )
         parts[match[2]] = array
     for layer, parts in found.items():
-        if len(parts) < 2:
-            raise ModelError(
-                f"file '{_WEIGHTS}': layer '{layer}' has no {'B' if 'A' in parts else 'A'}; write "
-                "the adapter again"
-            )
+        for part in ("A", "B", *(["magnitude_vector"] if dora else ())):
+            if part not in parts:
+                raise ModelError(
+                    f"file '{_WEIGHTS}': layer '{layer}' has no {part}; write the adapter again"
+                )
     if not found:
         raise ModelError(f"file '{_WEIGHTS}': it has no tensors; write the adapter again")
-    return {layer: (parts["A"], parts["B"]) for layer, parts in found.items()}
+    return {
+        layer: (parts["A"], parts["B"], parts["magnitude_vector"].reshape(-1) if dora else None)
+        for layer, parts in found.items()
+    }
 
 
 def _is_of_base(key: str, array: Array, everything: Sequence[Target]) -> bool:

@@ -44,6 +44,7 @@ class PeftLayer:
         a: A, [rank, in, …].
         b: B without the scaling, [out, rank, …].
         columns: For a part of a fused layer, see `ortops.graph.adapters.Module`.
+        magnitude: The magnitudes of DoRA, [out]; None without.
     """
 
     kind: str
@@ -52,6 +53,12 @@ class PeftLayer:
     a: Array
     b: Array
     columns: Sequence[int] = ()
+    magnitude: Array | None = None
+
+    def rows(self, first: int, last: int) -> PeftLayer:
+        """Returns the layer of some outputs."""
+        magnitude = None if self.magnitude is None else self.magnitude[first:last]
+        return replace(self, b=self.b[first:last], magnitude=magnitude)
 
 
 class Places:
@@ -108,7 +115,7 @@ class Places:
 
 def _single(fitting: list[Target], peft: str) -> list[Target]:
     """Rejects nodes of several layers, and nodes that cannot have an adapter."""
-    if len({(t.module, t.weight) for t in fitting}) > 1:
+    if len({t.key for t in fitting}) > 1:
         names = ", ".join(f"'{t.module}' ({t.weight.name})" for t in fitting)
         raise ModelError(
             f"layer '{peft}' matches several layers of the model: {names}; export the module that "
@@ -141,21 +148,21 @@ def peft_layers(
         rslora: See `ortops.graph.adapters.Adapter`.
     """
     of_genai = any(standard(name) != plain(name) for name in layers)
-    is_fusing = model_type is not None and model_type.startswith(_FUSING)
-    is_separating = of_genai if model_type is None else not is_fusing
+    fusing = is_fusing(model_type)
+    is_separating = of_genai if model_type is None else not fusing
     result: dict[str, PeftLayer] = {}
     joined: dict[str, dict[str, PeftLayer]] = {}
     for name, layer in layers.items():
         own = known.get(name, "")
         found = own or own_name(standard(name), model_type).removeprefix(prefix)
         whole = whole_of(standard(name))
-        if whole and ((is_fusing and not own) or (own and ends_with(whole, own))):
+        if whole and ((fusing and not own) or (own and ends_with(whole, own))):
             part = standard(name).rpartition(".")[2]
             joined.setdefault(own or whole.removeprefix(prefix), {})[part] = layer
             continue
         if not own and is_separating and columns.get(name):
             each = {
-                standard(part).removeprefix(prefix): replace(layer, b=layer.b[first:last])
+                standard(part).removeprefix(prefix): layer.rows(first, last)
                 for part, (first, last, _) in columns[name].items()
             }
         else:
@@ -170,12 +177,21 @@ def peft_layers(
     return result | {name: _joined(name, each, rslora) for name, each in joined.items()}
 
 
+def is_fusing(model_type: str | None) -> bool:
+    """Whether a model of a type has qkv_proj and gate_up_proj in transformers."""
+    return model_type is not None and model_type.startswith(_FUSING)
+
+
 def _joined(name: str, layers: Mapping[str, PeftLayer], rslora: bool) -> PeftLayer:
     """Returns an adapter of a fused layer that computes what those of its parts compute."""
     order = [part for part in FUSED[name.rpartition(".")[2]] if part in layers]
     given = [layers[part] for part in order]
     spans = _spans(name, order, given)
     first = given[0]
+    found = [each.magnitude for each in given if each.magnitude is not None]
+    magnitude = np.concatenate(found) if found else None
+    if magnitude is not None and len(magnitude) != spans[0][2]:
+        raise ModelError(f"model: PEFT's '{name}' needs DoRA for all its parts; add the others")
     alike = all(each.alpha == first.alpha and np.array_equal(each.a, first.a) for each in given)
     rank = first.rank if alike else sum(each.rank for each in given)
     scale = scaling(first.rank, first.alpha, rslora=rslora)
@@ -187,7 +203,7 @@ def _joined(name: str, layers: Mapping[str, PeftLayer], rslora: bool) -> PeftLay
         column += 0 if alike else each.rank
     alpha = first.alpha if alike else scale / scaling(rank, 1.0, rslora=rslora)
     a = first.a if alike else np.concatenate([each.a for each in given])
-    return PeftLayer("linear", rank, alpha, a, b)
+    return PeftLayer("linear", rank, alpha, a, b, magnitude=magnitude)
 
 
 def _spans(

@@ -29,11 +29,13 @@ def remove_adapter(work: ir.Model, adapter: Adapter) -> dict[str, list[ir.Value]
     }
     found = {name: removed[name] for name in adapter.modules}
     for name, module in adapter.modules.items():
-        for parameter in (module.a, module.b):
+        others = {module.scale, module.magnitude, module.square} if module.dora else set[str]()
+        for parameter in ({module.a, module.b} | others) & graph.initializers.keys():  # A: shared
             value = graph.initializers.pop(parameter)
             if value.uses() or value.is_graph_output():
                 raise _refused(name, f"'{parameter}' has other readers")
-            graph.inputs.remove(value)
+            if value in graph.inputs:
+                graph.inputs.remove(value)
     return found
 
 
@@ -54,7 +56,10 @@ def _remove(
     node = next(adds, None)
     if y is None or node is None:
         raise _refused(layer, f"no node adds the adapter to '{base}'")
-    if _parameters(node.inputs[1], module) != [module.a, module.b]:
+    delta = node.inputs[1]
+    if module.dora:
+        delta = _unscaled(delta)
+    if _parameters(delta, module) != [module.a, module.b]:
         raise _refused(layer, f"'{base}' is not added to the {module.kind} product of its A and B")
     pending = [node.inputs[1]]
     take_place(node.outputs[0], y)
@@ -63,10 +68,21 @@ def _remove(
     while pending:
         value = pending.pop()
         maker = None if value is None else value.producer()
-        if maker is not None and not any(v.uses() or v.is_graph_output() for v in maker.outputs):
+        if maker is None or maker.graph is None:  # DoRA reads some values twice
+            continue
+        if not any(v.uses() or v.is_graph_output() for v in maker.outputs):
             pending += maker.inputs
             remove_node(maker)
     return y
+
+
+def _unscaled(delta: ir.Value | None) -> ir.Value | None:
+    """Returns the product of A and B in g · (y + B A x) − y, which DoRA adds to y."""
+    cast = _producer(delta, "Cast")
+    minus = _producer(delta if cast is None else cast.inputs[0], "Sub")
+    scaled = _producer(minus.inputs[0], "Mul") if minus else None
+    total = _producer(scaled.inputs[1], "Add") if scaled else None
+    return total.inputs[1] if total else None
 
 
 def _parameters(delta: ir.Value | None, module: Module) -> list[str | None]:

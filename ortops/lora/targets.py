@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx_ir as ir
 
 from ortops._common.notes import say_note
@@ -56,6 +58,7 @@ class Target:
         columns: For a part of a fused layer: its first and last column (exclusive) among the
             output's, and the number of all; empty otherwise.
         ends: The input and the output of a layer of several nodes.
+        first: The layer's first call, if it is called several times.
     """
 
     node: ir.Node
@@ -70,6 +73,12 @@ class Target:
     is_default: bool = True
     columns: tuple[int, ...] = ()
     ends: tuple[ir.Value, ir.Value] | None = None
+    first: Target | None = None
+
+    @property
+    def key(self) -> object:
+        """What all calls of a layer, and no other layers, have in common."""
+        return self.module, (self.first or self).weight, self.kind, self.sizes
 
     def is_meant(self, pattern: str) -> bool:
         """Whether a pattern matches the node's weight, layer or scopes."""
@@ -101,8 +110,69 @@ class Target:
 
 def targets(work: ir.Model) -> list[Target]:
     """Returns the nodes that multiply by a weight, including those that cannot have an adapter."""
-    found = (_target(node) for node in all_nodes(work.graph))
-    return [target for target in found if target is not None]
+    found = [t for t in map(_target, all_nodes(work.graph)) if t is not None]
+    names = {target.module for target in found}
+    groups: dict[object, list[list[Target]]] = {}
+    for target in found:
+        plain_name = re.sub(r"_[0-9]+$", "", target.module)
+        near = [*groups.get(target.weight, ()), *groups.get(plain_name, ())]
+        calls = next((each for each in near if _is_call(target, each[0], names)), None)
+        if calls is None:
+            calls = list[Target]()
+            groups.setdefault(target.weight, []).append(calls)
+            groups.setdefault(plain_name, []).append(calls)
+        calls.append(target)
+    known = {}
+    for calls in (each for key, many in groups.items() if isinstance(key, str) for each in many):
+        name = max((call.module for call in calls), key=lambda name: (name.count("."), -len(name)))
+        known.update({call.node: (name, calls[0]) for call in calls if len(calls) > 1})
+    return [
+        replace(t, module=known[t.node][0], first=known[t.node][1]) if t.node in known else t
+        for t in found
+    ]
+
+
+def _is_call(target: Target, first: Target, names: Set[str]) -> bool:
+    """Whether a node is another call of the layer that a node before it was exported from.
+
+    PyTorch's newer exporter gives both one name, but may store the weight twice. The older one
+    appends a number to a scope for each call, and starts it at the module that makes the call. It
+    counts all modules of a name, such as those in a ModuleDict, together, and the first has none.
+    """
+    if (target.kind, target.sizes) != (first.kind, first.sizes) or target.refused or first.refused:
+        return False
+    if target.weight is not first.weight and not _is_stored_alike(target, first):
+        return False
+    if target.weight is not first.weight and target.node.op_type == first.node.op_type:
+        return target.module == first.module
+    without = [re.sub(r"_[0-9]+(?=\.|$)", "", each.module) for each in (target, first)]
+    pairs = zip(*(reversed(name.split(".")) for name in without), strict=False)
+    return all(new == old for new, old in pairs) and not names.isdisjoint(without)
+
+
+def _is_stored_alike(target: Target, other: Target) -> bool:
+    """Whether the weights of two nodes, and what they are dequantized with, are equal.
+
+    Gemm reads a matrix transposed that MatMul reads as it is.
+    """
+    stored = [
+        [ir.convenience.get_const_tensor(value) for value in _stored(each) if value is not None]
+        for each in (target, other)
+    ]
+    if len(stored[0]) != len(stored[1]) or any(each is None for each in (*stored[0], *stored[1])):
+        return False
+    one, two = ([each.numpy() for each in found if each is not None] for found in stored)
+    if target.node.op_type != other.node.op_type:
+        return len(one) == 1 and np.array_equal(one[0].T, two[0])
+    return all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def _stored(target: Target) -> list[ir.Value | None]:
+    """Returns the constants that the weight of a node is computed from."""
+    found = steps_to_weight(target.node.inputs[target.index])
+    assert found is not None
+    others = target.node.inputs[2:5] if target.node.op_type in _WITH_QUANTIZED else ()
+    return [found[0], *(value for step in found[1] for value in step.inputs[1:]), *others]
 
 
 def parts(target: Target) -> list[Target]:
@@ -165,7 +235,9 @@ def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]
         result.update(dict.fromkeys(taken))
         left.update(dict.fromkeys(target.refused for target in kept if target.refused))
     _log_refused(list(left))
-    return [each for each in layers if each in result]
+    # All calls of a layer, where a pattern has the scope of one of them.
+    calls = {target.key for target in result} - {target.key for target in out}
+    return [t for t in layers if (t.key in calls if t.first is not None else t in result)]
 
 
 def _by_default(work: ir.Model, everything: Sequence[Target]) -> list[Target]:

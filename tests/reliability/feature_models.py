@@ -89,6 +89,7 @@ MODELS: dict[str, Model] = {
     "double": _scaled("double"),
     "classifier": _perceptron(),
     "lora": _perceptron(),
+    "dora": _perceptron(),
     "half": _perceptron("float16"),
     "convolutional": _convolutional("float"),
     "half overflowing": _convolutional("float16"),
@@ -227,8 +228,9 @@ def inference_model(draw: Draw) -> onnx.ModelProto:
     proto.graph.initializer.extend(
         numpy_helper.from_array(array.astype(dtype), name) for name, array in values.items()
     )
-    if draw.model == "lora":
-        return ortops.lora.add(proto, rank=2, alpha=4, dropout=0.25 * draw.dropout, seed=draw.seed)
+    if draw.model in ("lora", "dora"):
+        settings = {"dropout": 0.25 * draw.dropout, "dora": draw.model == "dora"}
+        return ortops.lora.add(proto, rank=2, alpha=4, seed=draw.seed, **settings)
     return proto
 
 

@@ -69,7 +69,7 @@ WITHOUT_AXIS = {
 AXES: Mapping[str, tuple[Any, ...]] = {
     "model": (
         *("affine", "double", "classifier", "convolutional", "tokens", "tagger", "branching"),
-        *("half", "half overflowing", "lora", "stateful"),
+        *("half", "half overflowing", "lora", "dora", "stateful"),
     ),
     "dropout": (False, True),
     "opset": (21, 13, 17, 22),
@@ -294,7 +294,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "the weights of an adapter are those of one entry",
-        lambda entries, model: entries and model == "lora",
+        lambda entries, model: entries and model in ("lora", "dora"),
     ),
     Rule(
         "the step graph of a file with two entries makes the steps of both",
@@ -358,7 +358,7 @@ RULES: tuple[Rule, ...] = (
         "scipy has sparse matrices of two dimensions, and none of float16",
         lambda data, model: (
             data == "sparse"
-            and model not in ("affine", "double", "classifier", "lora", "branching")
+            and model not in ("affine", "double", "classifier", "lora", "dora", "branching")
         ),
     ),
     Rule(

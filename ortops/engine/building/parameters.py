@@ -333,6 +333,8 @@ def _merged(trained: Mapping[str, ir.Value]) -> list[str]:
     """Returns a message about equal parameters of several layers that an exporter stored once."""
     found: list[tuple[str, list[Reader]]] = []
     for name, value in trained.items():
+        if name.endswith((".lora_A.weight", ".lora_B.weight")):  # adapters begin with zeros
+            continue
         tensor, by = value.const_value, list(readers(value))
         if tensor is not None and tensor.size > 1 and len(by) > 1:
             first, last = ends(tensor, tensor.dtype.numpy().itemsize)
@@ -618,7 +620,7 @@ def _untied(trained: Mapping[str, ir.Value]) -> list[str]:
         else:
             alike[key].append((name, tensor))
     return [
-        f"{', '.join(found.values())}, as if a tied weight was exported {len(found) + 1} times; "
+        f"{', '.join(found.values())}, as if a tied weight was exported several times; "
         f"they are trained independently, unless ortops.surgery.tie(model, {[other, *found]}) "
         "makes them one"
         for other, found in copies.items()

@@ -26,6 +26,7 @@ from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import describe_node
+from ortops.graph.magnitudes import with_computed_scales
 from ortops.graph.names import Names
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.weights import Origin, lift, weights
@@ -139,6 +140,8 @@ def prepare_for_training(
     if trainable is None and (why := refused_without_weights(light)):
         raise ModelError(f"trainable: the loss depends on no weight, only on {why}")
     adapter = adapter_of(proto.metadata_props)
+    light = with_computed_scales(light, adapter)
+    proto = light.proto
     only_adapter = adapter is not None and trainable is None
     if adapter is not None and trainable is None:
         adapter.refuse_missing({tensor.name for tensor in proto.graph.initializer})

@@ -29,6 +29,7 @@ from ortops.engine.training.position import POSITION_KEY
 from ortops.engine.training.properties import PROPERTIES_KEY, write_properties
 from ortops.errors import OrtopsError
 from ortops.graph import convert
+from ortops.graph.adapters import adapter_of
 from ortops.graph.files import saving
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import remove_metadata, write_metadata
@@ -36,6 +37,7 @@ from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import has_domain, initializers
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.limits import LIMITS
+from ortops.graph.magnitudes import with_computed_scales
 from ortops.surgery.output import keep_outputs
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -235,6 +237,8 @@ class ModelFile:
             trained = {name: array for name, array in arrays.items() if name in own}
             if original is not None:
                 result = convert.load_light(original)
+                adapter = adapter_of(result.proto.metadata_props)
+                result = with_computed_scales(result, adapter)
                 write_back(result, with_twins(proto, trained))
                 keep_names(proto, result.proto)
                 write_inference_mode_to(result.proto)

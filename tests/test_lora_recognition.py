@@ -1,0 +1,105 @@
+"""Adapters that were exported unmerged are recognized, and what only looks like one is not."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lora_models import ROWS, built, normal, outputs, random_adapter
+
+from ortops import ModelError, lora, op
+
+HALF, ONES = np.float32(0.5), np.ones(2, np.float32)
+WEIGHTS = {"w": normal(6, 5, seed=1), "a": normal(6, 2, seed=2), "b": normal(2, 5, seed=3)}
+
+
+@pytest.mark.parametrize(
+    "emit",
+    [
+        lambda x, w, a, b: x @ w + HALF * ((x @ a) @ b),
+        lambda x, w, a, b: (op.Identity(x) @ a) @ b * HALF + (x @ w + np.ones(5, np.float32)),
+    ],
+    ids=["scaled", "in the other order, with a bias"],
+)
+def test_a_low_rank_product_beside_a_layer(emit: Any) -> None:
+    given = built(ROWS, emit, **WEIGHTS)
+    found = lora.recognize(given)
+    (a, b) = (array for name, array in random_adapter(found).items())
+    assert (a.shape, b.shape) == ((6, 2), (2, 5))
+    expected = outputs(given, {"x": ROWS})[0]
+    for each in (found, lora.merge(found), lora.recognize(given, layers="*w")):
+        np.testing.assert_allclose(outputs(each, {"x": ROWS})[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "emit",
+    [
+        lambda x, w, a, b: x @ w + op.Relu(x @ a) @ b,
+        lambda x, w, a, b: x @ w + (x @ a + ONES) @ b,
+        lambda x, w, a, b: x @ w + ((x + HALF) @ a) @ b,
+        lambda x, w, a, b: (lambda h: x @ w + h @ b + op.ReduceSum(h, np.array([1])))(x @ a),
+    ],
+    ids=["nonlinear", "bias", "another input", "read elsewhere"],
+)
+def test_other_bottlenecks_are_none(emit: Any) -> None:
+    given = built(ROWS, emit, **WEIGHTS)
+    with pytest.raises(ModelError, match="no layer has the form of an adapter"):
+        lora.recognize(given)
+
+
+def test_what_is_in_doubt_is_asked_for() -> None:
+    wide = {"w": normal(6, 5, seed=1), "a": normal(6, 7, seed=2), "b": normal(7, 5, seed=3)}
+    given = built(ROWS, lambda x, w, a, b: x @ w + (x @ a) @ b, **wide)
+    with pytest.raises(ModelError, match=r"'fc.a' may be no A of an adapter .* \(layers=\)"):
+        lora.recognize(given)
+    found = lora.recognize(given, layers=["fc.w", "other"])
+    expected = outputs(given, {"x": ROWS})[0]
+    np.testing.assert_allclose(outputs(lora.merge(found), {"x": ROWS})[0], expected, atol=1e-4)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript", "training"])
+def test_unmerged_models_of_peft(exporter: str, tmp_path: Path) -> None:
+    """Linear layers, one called twice, an embedding and a convolution."""
+    import peft
+    import torch
+    from torch import nn
+    from torch_exports import exported_by
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb, self.fc = nn.Embedding(10, 6), nn.Linear(6, 8)
+            self.twice, self.conv = nn.Linear(8, 8, bias=False), nn.Conv1d(8, 4, 3, padding=1)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.twice(torch.tanh(self.twice(torch.tanh(self.fc(self.emb(x)))))))
+            return self.head(torch.relu(self.conv(h.transpose(1, 2))).mean(-1))
+
+    torch.manual_seed(0)
+    module, x = Net().eval(), torch.randint(0, 10, (4, 5))
+    layers = ["emb", "fc", "twice", "conv", "head"]
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=layers, lora_dropout=0.1)
+    wrapped = peft.get_peft_model(copy.deepcopy(module), config).eval()
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) / 2)
+        expected = wrapped(x).numpy()
+    model = exported_by(wrapped.base_model.model, x, exporter)
+    found, feeds = lora.recognize(model), {"x": x.numpy()}
+    assert sorted(random_adapter(found)) == sorted(
+        f"{layer}.lora_{each}.weight" for layer in layers for each in "AB"
+    )
+    for each in (found, lora.merge(found)):
+        np.testing.assert_allclose(outputs(each, feeds)[0], expected, atol=1e-5)
+    lora.to_peft(found, tmp_path)
+    lora.save_adapter(found, tmp_path / "a.onnx_adapter")
+    back = peft.PeftModel.from_pretrained(copy.deepcopy(module), tmp_path).eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(back(x).numpy(), expected, atol=1e-5)
