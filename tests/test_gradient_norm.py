@@ -87,25 +87,25 @@ def torch_norms(given: dict[str, float], rows: int) -> list[float]:
     return norms
 
 
+@pytest.mark.quick(1)
 @pytest.mark.torch
-def test_the_norm_is_what_torchs_clipping_returns() -> None:
+@pytest.mark.parametrize("accumulate", [2, 1])
+@pytest.mark.parametrize("given", [{"clip_norm": 0.25, "clip_value": 0.1}, {"clip_norm": 0.25}])
+def test_the_norm_is_what_torchs_clipping_returns(given: Any, accumulate: int) -> None:
+    expected = torch_norms(given, 4 * accumulate)
+    assert min(expected) > 0.25, expected  # each is the one before clipping
     with all_violations() as check:
-        for given in ({"clip_norm": 0.25}, {"clip_norm": 0.25, "clip_value": 0.1}):
-            for accumulate in (1, 2):
-                expected = torch_norms(given, 4 * accumulate)
-                assert min(expected) > 0.25, expected  # each is the one before clipping
-                for way, how in WAYS.items():
-                    history, steps = fit(
-                        TrainingSession(trainable(**given), **how), accumulate=accumulate
-                    )
-                    found = [step["gradient_norm"] for step in steps]
-                    with check((way, given, accumulate)):
-                        np.testing.assert_allclose(found, expected, rtol=1e-5)
-                        mean = history[0]["gradient_norm"]
-                        np.testing.assert_allclose(mean, np.mean(expected), rtol=1e-5)
+        for way, how in WAYS.items():
+            history, steps = fit(TrainingSession(trainable(**given), **how), accumulate=accumulate)
+            with check(way):
+                found = [step["gradient_norm"] for step in steps]
+                np.testing.assert_allclose(found, expected, rtol=1e-5)
+                mean = history[0]["gradient_norm"]
+                np.testing.assert_allclose(mean, np.mean(expected), rtol=1e-5)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("accumulate", [2, 1])
 def test_files_without_the_note_train_alike_and_have_no_norm(accumulate: int) -> None:
     model = trainable(clip_norm=0.25)
     with all_violations() as check:
@@ -145,7 +145,8 @@ def test_fit_opens_no_graph_again(monkeypatch: pytest.MonkeyPatch) -> None:
         fit(sessions[1], {"x": ones, "for_a": ones, "for_b": ones}, **options)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("accumulate", [2, 1])
 def test_a_resumed_epoch_has_the_mean_over_all_its_steps(tmp_path: Path, accumulate: int) -> None:
     unbroken, _ = fit(TrainingSession(trainable(clip_norm=0.25)), accumulate=accumulate, epochs=2)
     session = TrainingSession(trainable(clip_norm=0.25))
@@ -219,6 +220,7 @@ def heads(**options: Any) -> onnx.ModelProto:
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("clipped", [True, False])
 def test_each_entry_has_its_norm(clipped: bool) -> None:
     ones = np.ones((4, 1), np.float32)
@@ -246,6 +248,7 @@ def test_each_entry_has_its_norm(clipped: bool) -> None:
             assert "second.gradient_norm" not in steps[0]
 
 
+@pytest.mark.slow
 def test_losses_with_weights_keep_the_norm() -> None:
     """Weights of rows that are all 1 change nothing, though the file's loss has none."""
     plain, _ = fit(TrainingSession(trainable(clip_norm=0.25)))

@@ -66,6 +66,7 @@ MODELS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_norm_of_gradients_on_a_device(accumulate: int) -> None:
     """It is missing only where updates overwrite the variables after the run of the gradients."""
