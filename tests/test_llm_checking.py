@@ -15,7 +15,8 @@ from models import llama
 from ortops import ArgumentError, UnsupportedError
 from ortops.cli import main
 from ortops.llm import FineTuning
-from ortops.llm.checking import check_folder
+from ortops.llm.checking import Serving, check_folder
+from ortops.llm.generation import Sampling
 
 _LINES = """language model model.onnx
 inputs: input_ids, attention_mask
@@ -114,3 +115,49 @@ def test_a_model_with_problems_is_not_measured(tmp_path: Path) -> None:
     report = check_folder(tmp_path, (1, 16))
     assert report.problems
     assert report.measured is None
+
+
+@pytest.mark.slow
+def test_both_forms_of_a_tuned_model_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuning = FineTuning(llama.write(tmp_path / "base", layers=1), rank=2, learning_rate=0.03)
+    assert tuning.generate([65], 3) != [66, 67, 68]
+    tuning.fit([[65, 66, 67, 68]], epochs=20, progress=False)
+    assert tuning.generate([65], 3) == [66, 67, 68]  # with the present adapter
+    tuning.save(tmp_path / "tuned")
+    tuning.save(tmp_path / "merged", merged=True)
+    forms = FineTuning.load(tmp_path / "tuned")._server.forms()
+    found = {name: form.continued([65], 3, (), Sampling()) for name, form in forms.items()}
+    assert found == {"merged": [66, 67, 68], "adapter": [66, 67, 68]}  # as it was trained
+    weights = [weight for value in forms["adapter"].fixed.values() for weight in value.flat]
+    assert any(weights)
+    assert main(["check", str(tmp_path / "tuned"), "--measure", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    served = report["served"]
+    assert (served["prompt"], served["tokens"], served["rounds"]) == (64, 32, 5)
+    assert min(served[name] for name in ("merged", "adapter", "ratio")) > 0
+    assert not served["rounds_again"]
+    assert report["measured"] is None
+    assert main(["check", str(tmp_path / "tuned"), "--measure", "999"]) == 0
+    text = capsys.readouterr().out
+    assert "measured, 32 tokens behind a prompt of 96, medians of 5 rounds: merged " in text
+    assert text.splitlines()[-1].startswith("serve the m")
+    assert main(["check", str(tmp_path / "tuned")]) == 1  # as it has an adapter
+    assert check_folder(tmp_path / "merged", (1, 8)).served is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "again", "expected"),
+    [
+        (1.3, False, "serve the merged model: save(folder, merged=True), or ortops tune --merge"),
+        (1.3, True, "merging rounds the quantized weights again"),
+        (1.02, True, "serve the model with its adapter: it is as fast"),
+        (0.8, False, "serve the model with its adapter: it is as fast"),
+    ],
+)
+def test_which_form_to_serve(ratio: float, again: bool, expected: str) -> None:
+    found = str(Serving(64, 32, 5, 100 * ratio, 100, ratio, again))
+    assert f"merged {100 * ratio:.1f} tokens per second, with the adapter 100.0" in found
+    assert expected in found
+    assert ("rounds" in found.splitlines()[1]) is (again and ratio > 1.05)
