@@ -22,6 +22,7 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.serialization import to_proto
+from ortops.llm.estimates import Forecast, forecast
 from ortops.llm.examples import IGNORED
 from ortops.llm.folder import GENAI_CONFIG, Folder, open_folder, refuse_norms
 from ortops.llm.generation import Sampling
@@ -32,21 +33,21 @@ from ortops.llm.graphs import (
     refuse_others,
     without_pruning,
 )
-from ortops.llm.tuning import FineTuning, peak_memory
+from ortops.llm.tuning import FineTuning, peak_memory, words_of
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.targets import chosen
 from ortops.losses import NextToken
 
 _RANK = 8
 
+_BATCH = 4, 512
+"""The numbers of rows and tokens of `ortops.llm.FineTuning.fit`."""
+
 _STEPS = 3
 """The steps that are measured."""
 
 _ROUNDS, _GENERATED = 5, 32
 """How often each form of a tuned model generates, and how many tokens."""
-
-_EQUAL = 1.05
-"""The ratio of speeds up to which two forms are equally fast."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,6 @@ class Serving:
     Attributes:
         prompt: The number of tokens of the prompt.
         tokens: The number of tokens that were generated behind it, one at a time.
-        rounds: How often each form generated them, in turns.
         merged: The median number of tokens per second of the model that is merged.
         adapter: That of the model with its adapter beside it.
         ratio: How many times as fast the merged model is, the median over the rounds.
@@ -94,14 +94,13 @@ class Serving:
 
     prompt: int
     tokens: int
-    rounds: int
     merged: float
     adapter: float
     ratio: float
     rounds_again: bool
 
     def __str__(self) -> str:
-        if self.ratio > _EQUAL:
+        if self.ratio > 1.05:  # smaller differences are not worth it
             advice = "serve the merged model: save(folder, merged=True), or ortops tune --merge"
             if self.rounds_again:
                 advice += "; merging rounds the quantized weights again"
@@ -111,7 +110,7 @@ class Serving:
             )
         return (
             f"measured, {self.tokens} tokens behind a prompt of {self.prompt}, medians of "
-            f"{self.rounds} rounds: merged {self.merged:,.1f} tokens per second, with the adapter "
+            f"{_ROUNDS} rounds: merged {self.merged:,.1f} tokens per second, with the adapter "
             f"{self.adapter:,.1f} (ratio {self.ratio:.2f})\n{advice}"
         )
 
@@ -131,6 +130,7 @@ class Report:
         weights: The number of floating-point values in weights, adapters apart.
         quantized: The number of quantized weights.
         said: Remarks.
+        estimated: What a step needs, counted; only of files with GroupQueryAttention.
         measured: What a few steps needed, on request.
         served: How fast a tuned model generates, on request.
         problems: Why the model cannot be tuned.
@@ -146,6 +146,7 @@ class Report:
     weights: int = 0
     quantized: int = 0
     said: list[str] = field(default_factory=list)
+    estimated: Forecast | None = None
     measured: Measurement | None = None
     served: Serving | None = None
     problems: list[str] = field(default_factory=list)
@@ -167,8 +168,8 @@ class Report:
             f"weights: {self.weights:,} floating-point values, {self.quantized} quantized matrices",
             *self.said,
         ]
-        measured = [str(each) for each in (self.measured, self.served) if each is not None]
-        lines += [line for each in measured for line in each.splitlines()]
+        needs = [each for each in (self.estimated, self.measured, self.served) if each is not None]
+        lines += [line for each in needs for line in str(each).splitlines()]
         if self.problems:
             lines += [f"problems: {len(self.problems)}", *(f"  {each}" for each in self.problems)]
         elif self.served is None:
@@ -233,6 +234,15 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
         report.said.append(str(error))
     size = sum(_RANK * sum(target.sizes) for target in found)
     result = replace(report, adapter_size=size)
+    blocks = sum(node.op_type == "GroupQueryAttention" for node in work.graph)
+    words, context = words_of(light, folder), folder.context_length or 2**31
+    if blocks and words and measured is None and not result.problems:
+        weights = sum(
+            v.const_value.nbytes for v in work.graph.initializers.values() if v.const_value
+        )
+        shape = _BATCH[0], min(_BATCH[1], context), context
+        counted = forecast([t.sizes for t in found], blocks, weights, words, shape)
+        result = replace(result, estimated=counted)
     if measured is None or result.problems:
         return result
     try:
@@ -305,8 +315,7 @@ def _compare(folder: Folder, tokens: int) -> Serving:
         tokens: The number of tokens of the prompt, of which the model's context length leaves out
             those to generate.
     """
-    tuning = FineTuning.load(folder.path)
-    forms = tuning._server.forms()
+    forms = FineTuning.load(folder.path)._server.forms()
     limit = folder.context_length or tokens + _GENERATED
     count = max(1, min(_GENERATED, limit // 2))
     prompt = np.random.default_rng(0).integers(2, size=max(1, min(tokens, limit - count))).tolist()
@@ -322,7 +331,7 @@ def _compare(folder: Folder, tokens: int) -> Serving:
     merged, adapter = (float(np.median(rates[name])) for name in ("merged", "adapter"))
     ratio = float(np.median(rates["merged"] / rates["adapter"]))
     again = any(node.op_type == "MatMulNBits" for node in load_light(folder.model).proto.graph.node)
-    return Serving(len(prompt), count, _ROUNDS, merged, adapter, ratio, again)
+    return Serving(len(prompt), count, merged, adapter, ratio, again)
 
 
 class _Clock(Callback):

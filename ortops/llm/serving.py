@@ -52,7 +52,6 @@ class Server:
         self.session, self._folder, self._files, self._names = session, folder, files, names
         self._windows = {} if files is not None else sliding_windows(folder)
         self._served: onnxruntime.InferenceSession | None = None
-        self._lent: Any = None  # what must live as long as the sessions
 
     def read_prompt(
         self,
@@ -139,9 +138,10 @@ class Server:
         for name, model, fixed in (("merged", merged, {}), ("adapter", saved, values)):
             served, lent = open_model(model)
             self._lent.append(lent)
-            caches = any(value.name.startswith("past") for value in served.get_inputs())
-            following = served if caches else None
-            found[name] = Decoder(served, following, self._folder, fixed, self._empty_cache)
+            has_past = any(value.name.startswith("past") for value in served.get_inputs())
+            found[name] = Decoder(
+                served, served if has_past else None, self._folder, fixed, self._empty_cache
+            )
         return found
 
     def repeats(self, example: Example) -> bool:
