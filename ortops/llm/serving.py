@@ -116,9 +116,13 @@ class Server:
                 refuse_norms(light.proto)
                 self._served, self._lent = open_model(light)
         fixed = {name: self.session.state[name] for name in self._names}
-        caches = any(value.name.startswith("past") for value in self._served.get_inputs())
-        following = self._served if caches else None
-        return Decoder(self._served, following, self._folder, fixed, self._empty_cache)
+        return self._alone(self._served, fixed)
+
+    def _alone(self, served: onnxruntime.InferenceSession, fixed: Mapping[str, Array]) -> Decoder:
+        """Returns the decoder of a model in one file."""
+        caches = any(value.name.startswith("past") for value in served.get_inputs())
+        following = served if caches else None
+        return Decoder(served, following, self._folder, fixed, self._empty_cache)
 
     def forms(self) -> dict[str, Decoder]:
         """Returns decoders of a saved folder in the two forms in which it can be served.
@@ -138,10 +142,7 @@ class Server:
         for name, model, fixed in (("merged", merged, {}), ("adapter", saved, values)):
             served, lent = open_model(model)
             self._lent.append(lent)
-            has_past = any(value.name.startswith("past") for value in served.get_inputs())
-            found[name] = Decoder(
-                served, served if has_past else None, self._folder, fixed, self._empty_cache
-            )
+            found[name] = self._alone(served, fixed)
         return found
 
     def repeats(self, example: Example) -> bool:
