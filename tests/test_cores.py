@@ -10,6 +10,7 @@ import pytest
 
 import ortops
 from ortops._common import cores
+from ortops._common.cores import usable_memory
 from ortops.engine.execution import onnxruntime_sessions
 from ortops.engine.execution.settings import Settings
 from tests.training_models import classifier, labelled
@@ -111,3 +112,23 @@ def test_sessions_have_so_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(seen) == {threads}
         seen.clear()
     assert Settings().threads == cores.usable_cores()
+
+
+def test_memory_of_control_groups(tmp_path: Path) -> None:
+    """What the system has, and the limits of groups of both versions and of those around them."""
+    assert usable_memory(tmp_path) is None
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    assert usable_memory(tmp_path) == 8000 * 1024
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/job\n0::/outer/inner\n")
+    for place, text in {
+        "outer/memory.max": "7000000",
+        "outer/inner/memory.max": "max",
+        "memory/job/memory.limit_in_bytes": "9223372036854771712",
+    }.items():
+        file = tmp_path / "sys/fs/cgroup" / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert usable_memory(tmp_path) == 7000000
+    (tmp_path / "sys/fs/cgroup/memory/job/memory.limit_in_bytes").write_text("6000000")
+    assert usable_memory(tmp_path) == 6000000

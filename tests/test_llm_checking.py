@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from test_llm_pruning import pruned
 
@@ -15,7 +16,9 @@ from models import llama
 from ortops import ArgumentError, UnsupportedError
 from ortops.cli import main
 from ortops.llm import FineTuning
-from ortops.llm.checking import check_folder
+from ortops.llm.checking import Serving, check_folder
+from ortops.llm.estimates import Forecast, forecast
+from ortops.llm.generation import Sampling
 
 _LINES = """language model model.onnx
 inputs: input_ids, attention_mask
@@ -114,3 +117,98 @@ def test_a_model_with_problems_is_not_measured(tmp_path: Path) -> None:
     report = check_folder(tmp_path, (1, 16))
     assert report.problems
     assert report.measured is None
+
+
+@pytest.mark.slow
+def test_both_forms_of_a_tuned_model_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuning = FineTuning(llama.write(tmp_path / "base", layers=1), rank=2, learning_rate=0.03)
+    assert tuning.generate([65], 3) != [66, 67, 68]
+    tuning.fit([[65, 66, 67, 68]], epochs=20, progress=False)
+    assert tuning.generate([65], 3) == [66, 67, 68]  # with the present adapter
+    tuning.save(tmp_path / "tuned")
+    tuning.save(tmp_path / "merged", merged=True)
+    forms = FineTuning.load(tmp_path / "tuned")._server.forms()
+    found = {name: form.continued([65], 3, (), Sampling()) for name, form in forms.items()}
+    assert found == {"merged": [66, 67, 68], "adapter": [66, 67, 68]}  # as it was trained
+    weights = [weight for value in forms["adapter"].fixed.values() for weight in value.flat]
+    assert any(weights)
+    assert main(["check", str(tmp_path / "tuned"), "--measure", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    served = report["served"]
+    assert (served["prompt"], served["tokens"]) == (64, 32)
+    assert min(served[name] for name in ("merged", "adapter", "ratio")) > 0
+    assert not served["rounds_again"]
+    assert report["measured"] is None
+    assert main(["check", str(tmp_path / "tuned"), "--measure", "999"]) == 0
+    text = capsys.readouterr().out
+    assert "measured, 32 tokens behind a prompt of 96, medians of 5 rounds: merged " in text
+    assert text.splitlines()[-1].startswith("serve the m")
+    assert main(["check", str(tmp_path / "tuned")]) == 1  # as it has an adapter
+    assert check_folder(tmp_path / "merged", (1, 8)).served is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "again", "expected"),
+    [
+        (1.3, False, "serve the merged model: save(folder, merged=True), or ortops tune --merge"),
+        (1.3, True, "merging rounds the quantized weights again"),
+        (1.02, True, "serve the model with its adapter: it is as fast"),
+        (0.8, False, "serve the model with its adapter: it is as fast"),
+    ],
+)
+def test_which_form_to_serve(ratio: float, again: bool, expected: str) -> None:
+    found = str(Serving(64, 32, 100 * ratio, 100, ratio, again))
+    assert f"merged {100 * ratio:.1f} tokens per second, with the adapter 100.0" in found
+    assert expected in found
+    assert ("rounds" in found.splitlines()[1]) is (again and ratio > 1.05)
+
+
+@pytest.mark.slow
+def test_an_estimate_counts_what_a_step_has(tmp_path: Path) -> None:
+    folder = llama.write(tmp_path)
+    report = check_folder(folder)
+    found = report.estimated
+    assert found is not None
+    assert "estimated for rank 8 with 4 × 128 tokens: " in str(report)  # the context's length
+    session = FineTuning(folder).session
+    variables = {n: a for n, a in session.state.items() if "lora" in n}
+    assert found.per_rank * 8 == 5 * sum(a.nbytes for n, a in variables.items()) / _roles(variables)
+    model = onnx.load(folder / "model.onnx")
+    kept = [n for node in model.graph.node for n in node.output if n and "present" not in n]
+    del model.graph.output[:]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in kept)
+    stock = onnxruntime.InferenceSession(model.SerializeToString())
+    ones = np.ones((1, 100), np.int64)
+    past = np.zeros((1, llama.PAIRS, 0, llama.SIZE), np.float32)
+    feeds = {v.name: past if v.name.startswith("past") else ones for v in stock.get_inputs()}
+    arrays = dict(zip(kept, stock.run(kept, feeds), strict=True))
+    assert arrays.pop("logits").shape[-1] == found.words
+    counted = sum(a.nbytes for a in arrays.values() if a.dtype == np.float32) / 100
+    assert found.per_token == pytest.approx(counted, rel=0.25)
+
+
+def _roles(variables: dict[str, np.ndarray]) -> int:
+    """Returns how many variables each matrix of an adapter of two layers has."""
+    return len(variables) // 20
+
+
+def test_what_fits_into_memory() -> None:
+    made = Forecast(4, 512, 1e9, 1e6, 1000, 1e6, 2048, (0.5, 5.0), 4 * 10**9)
+    batch = 1e9 + 2048 * 1e6 + 14 * 2048 * 1000
+    assert made.memory(2048) == batch  # 3.5 arrays of 4 bytes for each logit
+    assert made.memory(10**6) == 1e9 + 1e12 + 14 * 2**23  # in chunks
+    tokens = 2048 + int((4e9 - batch) / 1e6)
+    assert f"up to {tokens // 512} × 512 tokens or one row of 2,048; 4 × 512" in str(made)
+    assert str(made).endswith("fit up to rank 256")
+    less = Forecast(4, 512, 1e9, 1e6, 0, 1e6, 2048, (0.5, 5.0), 2 * 10**9)
+    assert str(less).endswith("rank 8 fits with at most 1,000 tokens per step")
+    unknown = Forecast(4, 512, 1e9, 1e6, 0, 1e6, 2048, (0.5, 5.0), None)
+    expected = "estimated for rank 8 with 4 × 512 tokens: 3,048 MB of memory, 0.5 to 5 s per step"
+    assert str(unknown) == expected
+
+
+def test_weights_are_copied_up_to_a_size() -> None:
+    small, large = (forecast([(8, 8)], 1, size, 10, (1, 8, 8)).fixed for size in (2**28, 2**28 + 1))
+    assert small - large == pytest.approx(1.4 * 2**28)

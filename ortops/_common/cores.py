@@ -1,4 +1,4 @@
-"""How many cores this process may use, where the machine has more."""
+"""How many cores and how much memory this process may use, where the machine has more."""
 
 from __future__ import annotations
 
@@ -58,21 +58,43 @@ def _affinity() -> Sequence[int]:
     return range(os.cpu_count() or 1)
 
 
+def usable_memory(root: Path = Path("/")) -> int | None:
+    """Returns how many bytes this process may have; None where the system is not Linux.
+
+    That is what the system has available, and at most the limits of the control groups.
+
+    Args:
+        root: The root of the file system.
+    """
+    lines = _text(root / "proc/meminfo").splitlines()
+    found = [int(each.split()[1]) * 1024 for each in lines if each.startswith("MemAvailable:")]
+    for folder, is_first in _groups("memory", root) if found else ():
+        text = _text(folder / ("memory.limit_in_bytes" if is_first else "memory.max"))
+        found += [int(text)] if text.isdigit() else []
+    return min(found, default=None)
+
+
 def _quotas(root: Path) -> Iterator[int]:
     """Yields the limits of the control groups of this process, rounded up to whole cores."""
+    for folder, is_first in _groups("cpu", root):
+        if is_first:
+            parts = [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        else:
+            parts = _text(folder / "cpu.max").split()
+        if len(parts) == 2 and all(part.isdigit() for part in parts) and int(parts[1]):
+            yield max(1, math.ceil(int(parts[0]) / int(parts[1])))
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """Yields the folders of the control groups of this process, and whether of version 1."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, place = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
         inner = top / place.lstrip("/")
         for folder in (inner, *inner.parents):
-            if controllers:  # version 1
-                parts = [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-            else:
-                parts = _text(folder / "cpu.max").split()
-            if len(parts) == 2 and all(part.isdigit() for part in parts) and int(parts[1]):
-                yield max(1, math.ceil(int(parts[0]) / int(parts[1])))
+            yield folder, bool(controllers)
             if folder == top:
                 break
 

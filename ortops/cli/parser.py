@@ -288,10 +288,13 @@ def _add_check(command: _Command) -> None:
     about = "also list nodes that are near to those that a pass makes faster, and the difference"
     _flag(parser, "--verbose", about)
     about = (
-        "for the folder of a language model: train a few steps with this many tokens per row "
-        "and rows per batch (default: 1), and report memory and tokens per second"
+        "for the folder of a language model: train a few steps with this many tokens per row and "
+        "rows per batch (default: 1x64), and report memory and tokens per second; for a tuned one: "
+        "generate behind so many tokens with the merged model and with the adapter, and say which "
+        "to serve"
     )
-    _option(parser, "--measure", "[ROWSx]TOKENS", about, _rows_and_tokens)
+    kind = _rows_and_tokens
+    add("--measure", metavar="[ROWSx]TOKENS", nargs="?", const=(1, 64), help=about, type=kind)
     _flag(parser, "--json", "print a JSON array with one object per file")
 
 

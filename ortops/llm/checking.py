@@ -18,11 +18,14 @@ from ortops.engine.summary import text_of
 from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import OrtopsError, UnsupportedError
+from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.serialization import to_proto
+from ortops.llm.estimates import Forecast, forecast
 from ortops.llm.examples import IGNORED
 from ortops.llm.folder import GENAI_CONFIG, Folder, open_folder, refuse_norms
+from ortops.llm.generation import Sampling
 from ortops.llm.graphs import (
     is_pruned,
     may_see_later_tokens,
@@ -30,15 +33,21 @@ from ortops.llm.graphs import (
     refuse_others,
     without_pruning,
 )
-from ortops.llm.tuning import FineTuning, peak_memory
+from ortops.llm.tuning import FineTuning, peak_memory, words_of
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.targets import chosen
 from ortops.losses import NextToken
 
 _RANK = 8
 
+_BATCH = 4, 512
+"""The numbers of rows and tokens of `ortops.llm.FineTuning.fit`."""
+
 _STEPS = 3
 """The steps that are measured."""
+
+_ROUNDS, _GENERATED = 5, 32
+"""How often each form of a tuned model generates, and how many tokens."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,42 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """How fast the two forms of a tuned model generate.
+
+    Attributes:
+        prompt: The number of tokens of the prompt.
+        tokens: The number of tokens that were generated behind it, one at a time.
+        merged: The median number of tokens per second of the model that is merged.
+        adapter: That of the model with its adapter beside it.
+        ratio: How many times as fast the merged model is, the median over the rounds.
+        rounds_again: Whether merging quantizes weights again.
+    """
+
+    prompt: int
+    tokens: int
+    merged: float
+    adapter: float
+    ratio: float
+    rounds_again: bool
+
+    def __str__(self) -> str:
+        if self.ratio > 1.05:  # smaller differences are not worth it
+            advice = "serve the merged model: save(folder, merged=True), or ortops tune --merge"
+            if self.rounds_again:
+                advice += "; merging rounds the quantized weights again"
+        else:
+            advice = (
+                "serve the model with its adapter: it is as fast, and adapters can be exchanged"
+            )
+        return (
+            f"measured, {self.tokens} tokens behind a prompt of {self.prompt}, medians of "
+            f"{_ROUNDS} rounds: merged {self.merged:,.1f} tokens per second, with the adapter "
+            f"{self.adapter:,.1f} (ratio {self.ratio:.2f})\n{advice}"
+        )
+
+
+@dataclass(frozen=True)
 class Report:
     """What `ortops.llm.FineTuning` does with a folder.
 
@@ -85,7 +130,9 @@ class Report:
         weights: The number of floating-point values in weights, adapters apart.
         quantized: The number of quantized weights.
         said: Remarks.
+        estimated: What a step needs, counted; only of files with GroupQueryAttention.
         measured: What a few steps needed, on request.
+        served: How fast a tuned model generates, on request.
         problems: Why the model cannot be tuned.
     """
 
@@ -99,7 +146,9 @@ class Report:
     weights: int = 0
     quantized: int = 0
     said: list[str] = field(default_factory=list)
+    estimated: Forecast | None = None
     measured: Measurement | None = None
+    served: Serving | None = None
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,10 +168,11 @@ class Report:
             f"weights: {self.weights:,} floating-point values, {self.quantized} quantized matrices",
             *self.said,
         ]
-        lines += [] if self.measured is None else [str(self.measured)]
+        needs = [each for each in (self.estimated, self.measured, self.served) if each is not None]
+        lines += [line for each in needs for line in str(each).splitlines()]
         if self.problems:
             lines += [f"problems: {len(self.problems)}", *(f"  {each}" for each in self.problems)]
-        else:
+        elif self.served is None:
             lines.append("no problems: ready for ortops tune")
         return text_of(lines)
 
@@ -138,7 +188,9 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
     Args:
         path: The folder.
         measured: The numbers of rows and of tokens per row with which a few steps are measured. By
-            default, nothing is trained.
+            default, nothing is trained. For a folder that `ortops.llm.FineTuning.save` wrote with
+            an adapter, the two forms that can be served are measured instead, with one row and a
+            prompt of so many tokens.
 
     Raises:
         ArgumentError: If there is no such folder.
@@ -154,6 +206,13 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
     light = load_light(folder.model)
     work = to_ir(light)
     report = _described(folder, light, work)
+    if measured is not None and adapter_of(light.proto.metadata_props) is not None:
+        try:
+            with quiet():
+                return replace(report, served=_compare(folder, measured[1]))
+        except OrtopsError as error:
+            report.problems.append(str(error))
+            return report
     try:
         refuse_others(light.proto, folder)
         found = chosen(work, "all-linear")
@@ -175,6 +234,15 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
         report.said.append(str(error))
     size = sum(_RANK * sum(target.sizes) for target in found)
     result = replace(report, adapter_size=size)
+    blocks = sum(node.op_type == "GroupQueryAttention" for node in work.graph)
+    words, context = words_of(light, folder), folder.context_length or 2**31
+    if blocks and words and measured is None and not result.problems:
+        weights = sum(
+            v.const_value.nbytes for v in work.graph.initializers.values() if v.const_value
+        )
+        shape = _BATCH[0], min(_BATCH[1], context), context
+        counted = forecast([t.sizes for t in found], blocks, weights, words, shape)
+        result = replace(result, estimated=counted)
     if measured is None or result.problems:
         return result
     try:
@@ -237,6 +305,33 @@ def _measure(folder: Folder, rows: int, tokens: int) -> Measurement:
     tuning.fit(data, 1, rows, length, shuffle=False, progress=False, callbacks=[clock])
     seconds = (clock.times[-1] - clock.times[0]) / _STEPS
     return Measurement(rows, length, _STEPS, seconds, rows * length / seconds, peak_memory())
+
+
+def _compare(folder: Folder, tokens: int) -> Serving:
+    """Generates with both forms of a tuned model in turns.
+
+    Args:
+        folder: The folder.
+        tokens: The number of tokens of the prompt, of which the model's context length leaves out
+            those to generate.
+    """
+    forms = FineTuning.load(folder.path)._server.forms()
+    limit = folder.context_length or tokens + _GENERATED
+    count = max(1, min(_GENERATED, limit // 2))
+    prompt = np.random.default_rng(0).integers(2, size=max(1, min(tokens, limit - count))).tolist()
+    speeds: dict[str, list[float]] = {name: [] for name in forms}
+    for turn in range(_ROUNDS + 1):
+        for name in sorted(forms, reverse=turn % 2 == 0):
+            decoder = replace(forms[name])  # with an empty cache
+            first = decoder.continued(prompt, 1, (), Sampling())
+            begin = time.perf_counter()
+            decoder.continued(first, count, (), Sampling())
+            speeds[name].append(count / (time.perf_counter() - begin))
+    rates = {name: np.array(found[1:]) for name, found in speeds.items()}  # the first warms up
+    merged, adapter = (float(np.median(rates[name])) for name in ("merged", "adapter"))
+    ratio = float(np.median(rates["merged"] / rates["adapter"]))
+    again = any(node.op_type == "MatMulNBits" for node in load_light(folder.model).proto.graph.node)
+    return Serving(len(prompt), count, merged, adapter, ratio, again)
 
 
 class _Clock(Callback):

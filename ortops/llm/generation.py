@@ -151,10 +151,11 @@ class Decoder:
                 feeds[name] = self.empty(inputs[name])
         outputs = {value.name for value in session.get_outputs()}
         presents = self._presents(outputs, begins=begins)
+        defaults = {value.name for value in session.get_overridable_initializers()}  # the adapter's
         try:
             logits, *cached = session.run(
                 [self.folder.logits, *presents.values()],
-                {name: feeds[name] for name in inputs if name in feeds},
+                {name: feeds[name] for name in feeds if name in inputs or name in defaults},
             )
         except Exception as error:  # onnxruntime's classes have no common base
             raise OrtopsError(

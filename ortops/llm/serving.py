@@ -14,9 +14,14 @@ import onnxruntime
 from ortops._common.numbers import Array
 from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, UnsupportedError
+from ortops.graph.convert import load_light
+from ortops.graph.files.external import detach
 from ortops.llm.examples import Example, errors_of, tokens_of
 from ortops.llm.folder import Folder, refuse_norms, sliding_windows
 from ortops.llm.generation import Decoder, Sampling, encode, open_model
+from ortops.llm.graphs import prune
+from ortops.llm.merging import merged_model
+from ortops.llm.saving import ADAPTER
 from ortops.llm.sequence_pairs import prefix_of, source_feeds, source_of, start_token
 from ortops.llm.several_files import SeveralFiles
 from ortops.llm.tokenization import Tokenizer
@@ -111,9 +116,34 @@ class Server:
                 refuse_norms(light.proto)
                 self._served, self._lent = open_model(light)
         fixed = {name: self.session.state[name] for name in self._names}
-        caches = any(value.name.startswith("past") for value in self._served.get_inputs())
-        following = self._served if caches else None
-        return Decoder(self._served, following, self._folder, fixed, self._empty_cache)
+        return self._alone(self._served, fixed)
+
+    def _alone(self, served: onnxruntime.InferenceSession, fixed: Mapping[str, Array]) -> Decoder:
+        """Returns the decoder of a model in one file."""
+        caches = any(value.name.startswith("past") for value in served.get_inputs())
+        following = served if caches else None
+        return Decoder(served, following, self._folder, fixed, self._empty_cache)
+
+    def forms(self) -> dict[str, Decoder]:
+        """Returns decoders of a saved folder in the two forms in which it can be served.
+
+        Returns:
+            ``merged``, the model that ``save(merged=True)`` writes, and ``adapter``, the model of
+            the folder, whose inputs get the values of its adapter's file.
+        """
+        saved, file = load_light(self._folder.model), self._folder.path / ADAPTER
+        refuse_norms(saved.proto)
+        merged = prune(detach(merged_model(self.session.inference_model())), saved)
+        values: dict[str, Array] = {}
+        if file.is_file():
+            read = onnxruntime.AdapterFormat.read_adapter(str(file)).get_parameters()
+            values = {name: value.numpy().copy() for name, value in read.items()}
+        found, self._lent = {}, []
+        for name, model, fixed in (("merged", merged, {}), ("adapter", saved, values)):
+            served, lent = open_model(model)
+            self._lent.append(lent)
+            found[name] = self._alone(served, fixed)
+        return found
 
     def repeats(self, example: Example) -> bool:
         """Whether the last reply of a row is what the model generates."""

@@ -199,7 +199,7 @@ class FineTuning:
         self._writer = FolderWriter(
             self.session, folder, files, names, known, is_loaded=initial is not None
         )
-        words = _words(model, folder)
+        words = words_of(model, folder)
         self._server = Server(self.session, folder, files, names, words)
         settings = (folder, lambda: self.tokenizer, words)
         if files is not None and files.has_encoder:
@@ -755,7 +755,7 @@ def _saved_training(file: Path) -> LightModel:
     return load_light(file)
 
 
-def _words(model: LightModel, folder: Folder) -> int | None:
+def words_of(model: LightModel, folder: Folder) -> int | None:
     """Returns the size of the vocabulary; None if it is not known."""
     outputs = [v for v in model.proto.graph.output if v.name == folder.logits]
     dims = [int(d.dim_value) for v in outputs for d in v.type.tensor_type.shape.dim[-1:]]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ortops._common.arguments import whole_number
+from ortops._common.cores import usable_memory
 from ortops.engine.training.data import Data, open_data
 from ortops.engine.training.samples import Collate
 from ortops.engine.training.session import TrainingSession
@@ -201,12 +202,10 @@ def _memory() -> int:
 
 def _available() -> int:
     """Returns the memory that the system has available, in bytes."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found = next(line for line in lines if line.startswith("MemAvailable"))
-        return int(found.split()[1]) * 1024
-    except (OSError, StopIteration, IndexError, ValueError) as error:
+    found = usable_memory()
+    if found is None:
         raise UnsupportedError(
             "find_batch_size: this system does not report the available memory in /proc/meminfo; "
             "give limit="
-        ) from error
+        )
+    return found
