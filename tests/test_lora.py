@@ -1126,14 +1126,14 @@ def renamed(tensors: Any, old: str, new: str) -> Any:
         (
             PAIR,
             {"bias": "all"},
-            UnsupportedError,
-            r"bias must be 'none', got 'all'; train without the biases",
+            ModelError,
+            r"it must have 'fc1.bias' once, with the 16 numbers of 'fc1.bias', as adapter_config",
         ),
         (
             PAIR,
             {"modules_to_save": ["fc2"]},
-            UnsupportedError,
-            r"modules_to_save is not supported, got \['fc2'",
+            ModelError,
+            r"it must have 'fc2.weight' once, .* in modules_to_save or bias, got \[\] of shape",
         ),
         (
             PAIR,
