@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from lora_models import ROWS, four_bits, normal, outputs, values
+from lora_models import ROWS, branches, four_bits, normal, outputs, values
 from running import plain_session
 
 import ortops
@@ -123,12 +123,28 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
     def quantized() -> onnx.ModelProto:
         return four_bits(normal(5, 32), bias=True)
 
+    def norms() -> onnx.ModelProto:
+        """Exporters store equal numbers once."""
+        with Tape(name="norms") as tape:
+            x = tape.input("x", np.float32, ["batch", 4])
+            ones, zeros = np.ones(4, np.float32), np.zeros(4, np.float32)
+            scale, bias = tape.initializer("n1.weight", ones), tape.initializer("n1.bias", zeros)
+            y = op.LayerNormalization(x @ tape.initializer("fc.weight", normal(4, 4)), scale, bias)
+            tape.output(op.LayerNormalization(y, scale, bias), "y")
+        model = tape.model()
+        for node, name in zip(model.graph.node, ("fc/MatMul", "n1/Norm", "n2/Norm"), strict=True):
+            node.name = f"/{name}"
+        return model
+
     for make, settings, error, match in (
         (network, {"modules_to_save": ["score"]}, ModelError, "'score' matches no module"),
         (network, {"modules_to_save": 3}, ArgumentError, "must be names of modules, got 3"),
         (network, {"bias": "some"}, ArgumentError, "bias must be .*'lora_only'.* got 'some'"),
         (network, {"modules_to_save": ["fc", "head"]}, ModelError, "no layer is left"),
-        (tied, {"modules_to_save": ["emb"]}, UnsupportedError, "'emb.weight' .* is shared with"),
+        (tied, {"modules_to_save": ["emb"]}, UnsupportedError, "'emb.weight' .* is shared by emb"),
+        (quantized, {"modules_to_save": ["fc.weight_Q4"]}, UnsupportedError, "Q4' is quantized"),
+        (branches, {"bias": "all", "modules_to_save": ["b"]}, UnsupportedError, "inside a branch"),
+        (norms, {"bias": "all"}, UnsupportedError, "'n1.bias' .* is shared by n1, n2, of which"),
     ):
         with pytest.raises(error, match=match):
             lora.add(make(), rank=2, **settings)

@@ -191,10 +191,10 @@ def adapted(
     }
     modules = saved_modules(modules_to_save)
     found = [t for t in chosen(base.work, targets) if not is_in(t.module, modules)]
+    weights = full_weights(base.work, modules, bias, found)
     if not found:
         raise ModelError("targets: no layer is left for the adapter, because of modules_to_save")
     _refuse_overlap(found)
-    weights = full_weights(base.work, modules, bias, found)
     layers_found = dict.fromkeys(
         name for target in found for name in (target.module, standard(target.module))
     )

@@ -65,9 +65,10 @@ def parameters_of(work: ir.Model) -> list[Parameter]:
             found[bias, target.key] = Parameter(bias, module, "bias", target)
     known = {value for value, _ in found}
     for name, value in work.graph.initializers.items():
+        module, _, attribute = name.rpartition(".")
+        is_named = attribute in ("weight", "bias") and bool(module)  # and be it of ones or zeros
         is_float = value.dtype is not None and value.dtype.is_floating_point()
-        if value not in known and is_float and not why_not(value):
-            module, _, attribute = name.rpartition(".")
+        if value not in known and is_float and value.uses() and (is_named or not why_not(value)):
             if not module or not attribute.isidentifier():
                 module, attribute = layer_of(next(readers(value)).node, value), ""
             found[value, name] = Parameter(value, plain(module.removesuffix(".Add")), attribute)
@@ -78,12 +79,12 @@ def _bias(target: Target) -> ir.Value | None:
     """Returns the bias of a layer, an initializer that its node or the next one adds."""
     node, given = target.node, [use.node for use in target.y.uses()]
     index = _BIAS_INDICES.get(node.op_type, len(node.inputs))
-    added = node.inputs[index : index + 1]
-    if len(given) == 1 and given[0].op_type == "Add" and not target.y.is_graph_output():
-        added = added or [value for value in given[0].inputs if value is not target.y]
+    added = list(node.inputs[index : index + 1])
+    if not added and len(given) == 1 and given[0].op_type == "Add":
+        added = [value for value in given[0].inputs if value is not target.y]
     value = added[0] if added else None
     is_bias = value is not None and value.is_initializer() and len(value.shape or ()) == 1
-    return value if is_bias and value is not None and not why_not(value) else None
+    return value if is_bias else None
 
 
 def _is_turned(target: Target) -> bool:
@@ -149,7 +150,8 @@ def _refuse(each: Parameter, everything: Sequence[Parameter], graph: ir.Graph) -
     """Rejects a parameter that cannot be trained, or that other layers read, too."""
     dtype, own = each.value.dtype, (each.module, each.attribute)
     others = [o for o in everything if o.value is each.value or (o.module, o.attribute) == own]
-    shared = next((other for other in others if other is not each), None)
+    layers = {layer_of(reader.node, each.value) for reader in readers(each.value)}
+    is_called = each.target is not None and each.target.first is not None
     why = ""
     if dtype is None or not dtype.is_floating_point():
         why = "is quantized, so its full matrix cannot be trained"
@@ -157,12 +159,14 @@ def _refuse(each: Parameter, everything: Sequence[Parameter], graph: ir.Graph) -
         why = f"must be a named initializer of FLOAT, FLOAT16 or DOUBLE, got {dtype}"
     elif each.target is not None and parts(each.target):
         why = "belongs to several layers of PEFT, which the exporter fused"
-    elif shared:
-        why = f"is shared with layer '{shared.module}', of which PEFT would train a copy"
+    elif len(others) > 1 or (len(layers) > 1 and not is_called):
+        owners = ", ".join(sorted(layers | {other.module for other in others}))
+        why = f"is shared by {owners}, of which PEFT would train copies"
     elif any(reader.node.graph is not graph for reader in readers(each.value)):
         why = "is read inside a branch or a loop"
     if why:
         raise UnsupportedError(
             f"modules_to_save, bias: '{each.value.name}' of layer '{each.module}' {why}; leave the "
-            "layer out, or give a float model in which it has weights of its own"
+            "layer out, or give a float model, its shared weights made its own by "
+            "ortops.surgery.untie"
         )
