@@ -1127,13 +1127,13 @@ def renamed(tensors: Any, old: str, new: str) -> Any:
             PAIR,
             {"bias": "all"},
             ModelError,
-            r"it must have 'fc1.bias' once, with the 16 numbers of 'fc1.bias', as adapter_config",
+            r"it must have 'fc1.bias' once, with 16 numbers, as modules_to_save or bias",
         ),
         (
             PAIR,
             {"modules_to_save": ["fc2"]},
             ModelError,
-            r"it must have 'fc2.weight' once, .* in modules_to_save or bias, got \[\] of shape",
+            r"it must have 'fc2.weight' once, .*json say, got \[\] of shape",
         ),
         (
             PAIR,

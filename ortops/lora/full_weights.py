@@ -124,18 +124,13 @@ def full_weights(
         UnsupportedError: If a parameter cannot be trained, or is not one of that module alone.
     """
     choice("bias", bias, BIASES)
-    if not modules and bias == "none":
-        return {}
-    everything = parameters_of(work)
+    everything = parameters_of(work) if modules or bias != "none" else []
     for module in modules:
         if not any(each.is_in([module]) for each in everything):
-            known = dict.fromkeys(each.module for each in everything)
-            raise ModelError(
-                f"modules_to_save: '{module}' matches no module with weights; "
-                f"{did_you_mean(module, known)}"
-            )
+            hint = did_you_mean(module, dict.fromkeys(each.module for each in everything))
+            raise ModelError(f"modules_to_save: '{module}' matches no module with weights; {hint}")
     nodes = {target.node for target in adapted}
-    result: dict[str, str] = {}
+    result = dict[str, str]()
     for each in everything:
         is_bias = each.attribute == "bias" and (
             bias == "all" or (bias == "lora_only" and each.target and each.target.node in nodes)
@@ -165,8 +160,6 @@ def _refuse(each: Parameter, everything: Sequence[Parameter], graph: ir.Graph) -
     elif any(reader.node.graph is not graph for reader in readers(each.value)):
         why = "is read inside a branch or a loop"
     if why:
-        raise UnsupportedError(
-            f"modules_to_save, bias: '{each.value.name}' of layer '{each.module}' {why}; leave the "
-            "layer out, or give a float model, its shared weights made its own by "
-            "ortops.surgery.untie"
-        )
+        remedy = "leave the layer out, or give a float model, untied by ortops.surgery.untie"
+        start = f"modules_to_save, bias: '{each.value.name}' of layer '{each.module}'"
+        raise UnsupportedError(f"{start} {why}; {remedy}")

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,12 +194,11 @@ def _written_weights(
     remove_adapter(work, adapter)
     turned = {each.value.name: _is_turned(each) for each in parameters_of(work) if adapter.weights}
     for name, peft in adapter.weights.items():
-        layer, _, attribute = (peft if _is_read(adapter) else peft.removeprefix(prefix)).rpartition(
-            "."
-        )
-        key = f"{layer}.base_layer.{attribute}" if layer in layers else f"{layer}.{attribute}"
-        array = adapted.parameters[name]
-        result[key] = np.ascontiguousarray(array.T if turned.get(name) else array)
+        layer, _, attribute = peft.rpartition(".")
+        layer = layer if _is_read(adapter) else layer.removeprefix(prefix)
+        array = adapted.parameters[name].T if turned.get(name) else adapted.parameters[name]
+        key = f"{layer}{'.base_layer' * (layer in layers)}.{attribute}"
+        result[key] = np.ascontiguousarray(array)
     return result
 
 
@@ -227,20 +225,17 @@ def _read_weights(
         array = array.T if _is_turned(parameter) else array
         if array.shape != tensor.shape.numpy():
             raise ModelError(
-                f"file '{_WEIGHTS}': it must have '{parameter.name}' once, with the "
-                f"{math.prod(tensor.shape.numpy())} numbers of '{name}', as {_CONFIG} names it in "
-                f"modules_to_save or bias, got {keys} of shape {[*array.shape]}; give the model "
-                "that the adapter was trained with"
+                f"file '{_WEIGHTS}': it must have '{parameter.name}' once, with {tensor.size} "
+                f"numbers, as modules_to_save or bias of {_CONFIG} say, got {keys} of shape "
+                f"{[*array.shape]}; give the model that the adapter was trained with"
             )
         array = np.ascontiguousarray(array.astype(tensor.dtype.numpy()))
         refuse_not_finite({keys[0]: array}, f"file '{_WEIGHTS}'")
         base.work.graph.initializers[name].const_value = ir.tensor(array, name=name)
         result[name] = keys[0]
     for key in found:
-        raise UnsupportedError(
-            f"file '{_WEIGHTS}': the model has no '{key}' that is a parameter of its own; export "
-            "the module that PEFT wraps, or merge the adapter in PyTorch"
-        )
+        why = f"the model has no '{key}'; export the module that PEFT wraps"
+        raise UnsupportedError(f"file '{_WEIGHTS}': {why}")
     return result
 
 
@@ -248,7 +243,8 @@ def _written_config(
     adapter: Adapter, modules: Mapping[str, PeftLayer], weights: Collection[str] = ()
 ) -> dict[str, Any]:
     """Returns the settings of an adapter, given its layers by their names in PEFT."""
-    saved = [name for name in weights if not (adapter.bias and name.endswith(".bias"))]
+    own = (name for name in weights if not (adapter.bias and name.endswith(".bias")))
+    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in own))
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": None,
@@ -273,13 +269,9 @@ def _written_config(
             for name, module in modules.items()
             if module.alpha != adapter.alpha
         },
-        **({"modules_to_save": _modules_of(saved)} if saved else {}),
+        **({"modules_to_save": saved} if saved else {}),
         **({"use_dora": True} if any(m.magnitude is not None for m in modules.values()) else {}),
     }
-
-
-def _modules_of(weights: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in weights))
 
 
 def refuse_others(folder: str | os.PathLike[str]) -> None:

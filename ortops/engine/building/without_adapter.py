@@ -39,10 +39,9 @@ def without_adapter(
             "one with ortops.lora.add"
         )
     if adapter.weights:
-        raise ModelError(
-            "the reference is the model without its adapter, but whole weights are trained, such "
-            f"as '{next(iter(adapter.weights))}'; train without modules_to_save and bias"
-        )
+        why = f"whole weights are trained, such as '{next(iter(adapter.weights))}'"
+        remedy = "train without modules_to_save and bias"
+        raise ModelError(f"the reference is the model without its adapter, but {why}; {remedy}")
     known = {output.name: output for node in nodes for output in node.outputs}
     bases = dict[ir.Value, ir.Value]()
     for name, module in adapter.modules.items():
