@@ -720,7 +720,7 @@ def test_rules_that_return_something_else(rule: Any, message: str) -> None:
             ModelError,
             (
                 "loss L1: the model has no tensor 'z'; known names: 'x', 'w', 'b', "
-                "'MatMul_output', 'y'"
+                "'MatMul_output', 'y' (its outputs are 'y')"
             ),
         ),
     ],

@@ -87,6 +87,7 @@ PAIRS: dict[str, list[Pair]] = {
         Pair("--validate-every 3", FIT, "validate_every", 3, "--validation 0.5"),
         Pair("--max-steps 3", FIT, "max_steps", 3),
         Pair("--max-minutes 3", FIT, "max_minutes", 3.0),
+        Pair("--drop-last", FIT, "drop_last", True),
         Pair("--quiet", FIT, "progress", False),
         Pair("--checkpoint-steps 3", f"{CALLBACKS}.Checkpoint", "every", 3),
         Pair("--early-stopping 3", STOPPING, "patience", 3, None),
@@ -193,7 +194,14 @@ ELSEWHERE = {
     # of the command line alone: files, forms of output, and what a shell is told
     *("--data", "--columns", "--save", "--output", "--config", "--write-config", "--json", "--all"),
     *("--force", "--debug", "--help", "--resume", "--quiet", "--no-quiet", "--no-train-metrics"),
-    *("--no-merge", "--no-rslora", "--no-dora", "--no-group-by-length", "--no-packing"),
+    *(
+        "--no-drop-last",
+        "--no-merge",
+        "--no-rslora",
+        "--no-dora",
+        "--no-group-by-length",
+        "--no-packing",
+    ),
     "--verbose",
     # functions of their own
     *("--merge-lora", "--quantize", "--adapter", "--requantize", "--providers"),

@@ -175,9 +175,14 @@ def test_fit_is_that_of_one_process(options: Any, accumulate: int, size: int) ->
     sessions, histories = fit_joined(model, data, size, **arguments)
     assert_near(sessions[0], alone)
     np.testing.assert_allclose(losses(histories[0]), losses(history), rtol=ROUNDING)
+    clipped = "clip_norm" in options
+    norms = [[epoch["gradient_norm"] for epoch in each if clipped] for each in histories]
+    wanted = [epoch["gradient_norm"] for epoch in history if clipped]
+    np.testing.assert_allclose(norms[0], wanted, rtol=ROUNDING)
     for session, other in zip(sessions[1:], histories[1:], strict=True):
         assert_same_arrays(dict(session.state), dict(sessions[0].state))
         assert losses(other) == losses(histories[0])
+    assert norms[1:] == norms[:1] * (size - 1)
 
 
 @pytest.mark.quick(1)

@@ -383,8 +383,10 @@ def test_copies_of_a_weight_are_said(how: str, from_file: bool, tmp_path: Path) 
     if from_file:
         onnx.save(model, tmp_path / "model.onnx")
         model = tmp_path / "model.onnx"
-    said = f"'head' is a {how} of 'table', as if a tied weight was exported twice; the two are "
-    said += "trained independently"
+    said = f"'head' is a {how} of 'table', as if a tied weight was exported several times; they "
+    said += (
+        "are trained independently, unless ortops.surgery.tie(model, ['table', 'head']) makes them"
+    )
     assert (said in str(check(model))) == (how in ("copy", "transposed copy"))
 
 

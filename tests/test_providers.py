@@ -66,6 +66,22 @@ MODELS = {
 }
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_norm_of_gradients_on_a_device(accumulate: int) -> None:
+    """It is missing only where updates overwrite the variables after the run of the gradients."""
+    model, batch, arguments = MODELS["momentum, a limit on the norm, an average"]
+    built = build_training_model(model, loss="SoftmaxCrossEntropy", **arguments)
+    norms = []
+    for settings in (None, ON_DEVICE, IN_PLACE):
+        session = TrainingSession(built, settings=settings)
+        options: dict[str, Any] = {"batch_size": 2, "progress": False, "stop_on_nan": False}
+        history = session.fit(batch, accumulate=accumulate, **options)
+        norms.append(history[0].get("gradient_norm"))
+    assert norms[0] is not None
+    assert norms[1:] == [norms[0], None]
+
+
 @pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
 def work(request: pytest.FixtureRequest) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     model, batch, arguments = request.param

@@ -386,22 +386,21 @@ class JoinedSteps(Steps):
 
         def reduce(gradients: Gradients) -> None:
             self._all_reduce(gradients, rows(feeds) if count is None else count)
-            if note is not None:
-                note(gradients.outputs)
 
-        return super()._reduced_step(feeds, outputs, reduce)
+        return super()._reduced_step(feeds, outputs, reduce, note)
 
     def _reduced_step(
         self,
         feeds: Mapping[str, Array],
         outputs: Sequence[str] | None,
         reduce: Callable[[Gradients], object],
+        note: Callable[[Mapping[str, Any]], object] | None = None,
     ) -> dict[str, Array]:
         def both(gradients: Gradients) -> None:
             self._all_reduce(gradients, rows(feeds))
             reduce(gradients)
 
-        return super()._reduced_step(feeds, outputs, both)
+        return super()._reduced_step(feeds, outputs, both, note)
 
     def _gradients(
         self,
@@ -454,8 +453,10 @@ class JoinedSteps(Steps):
         return StepStrategy(
             step,
             gradients,
+            self._apply,
             self._loaded.counts(),
             show=self.show,
+            norms=self._loaded.norms(),
             leads=not self._rank,
             shared=shared,
         )

@@ -252,6 +252,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     ),
     "summed": lambda: losses.MeanSquaredError(reduction="sum"),
     "function": lambda: _squares,
+    "by output": lambda: {"y": losses.SoftmaxCrossEntropy(target="labels")},
 }
 
 CLASS_WEIGHTS = (0.5, 1.0, 2.0)
@@ -271,6 +272,8 @@ def loss_of(draw: Draw) -> Any:
     found = LOSSES[draw.loss]()
     if not draw.sample_weight:
         return found
+    if isinstance(found, dict):
+        return {name: replace(each, sample_weight="weight") for name, each in found.items()}
     if not isinstance(found, losses.Combined):
         return replace(found, sample_weight="weight")
     return losses.Combined(
@@ -330,6 +333,10 @@ RATES: dict[str, Callable[[], Any]] = {
     "one_cycle": lambda: schedules.one_cycle(RATE, steps=6),
     "warmup_cosine": lambda: schedules.warmup_cosine(RATE, steps=6, warmup=2),
     "warmup_linear": lambda: schedules.warmup_linear(RATE, steps=6, warmup=1),
+    "function of the step": lambda: lambda step: RATE / (1.0 + 0.5 * step),
+    "sequence": lambda: schedules.sequence(
+        schedules.constant(RATE, warmup=2), lambda step: 0.5 * RATE * 0.9**step, at=3
+    ),
 }
 
 

@@ -78,7 +78,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "file": ("model", "bytes", "path", "external"),
     "loss": (
         *("MeanSquaredError", "Huber", "L1", "SoftmaxCrossEntropy", "smoothed", "ignoring"),
-        *("weighted", "sum of losses", "sum of classes", "summed", "function"),
+        *("weighted", "sum of losses", "sum of classes", "summed", "function", "by output"),
     ),
     "sample_weight": ("", "column", "array", "classes"),
     "unweighted": (False, True),
@@ -86,7 +86,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "rate": (
         *("number", "by epoch", "constant", "step", "exponential", "polynomial", "cosine"),
-        *("one_cycle", "warmup_cosine", "warmup_linear"),
+        *("one_cycle", "warmup_cosine", "warmup_linear", "function of the step", "sequence"),
     ),
     "clip": ("", "norm", "value", "both"),
     "ema": (False, True),
@@ -253,6 +253,26 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "the held-out rows have a column for weights",
         lambda unweighted, validation: unweighted and bool(validation),
+    ),
+    Rule(
+        "so it has no metrics",
+        lambda unweighted, metrics: unweighted and metrics,
+    ),
+    Rule(
+        "nor metrics of training",
+        lambda unweighted, train_metrics: unweighted and train_metrics,
+    ),
+    Rule(
+        "nor validations within an epoch",
+        lambda unweighted, validate_every: unweighted and validate_every is not None,
+    ),
+    Rule(
+        "these losses get no weights by an argument",
+        lambda unweighted, loss: unweighted and loss in ("function", "sum of classes"),
+    ),
+    Rule(
+        "the loss of a single array neither",
+        lambda unweighted, data: unweighted and data == "single array",
     ),
     Rule(
         "an array of weights is for rows that are known in advance",

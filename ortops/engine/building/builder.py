@@ -152,6 +152,7 @@ def build_training_model(
             ``"train"`` for all, ``"frozen"`` for none. The others run in inference mode.
         clip_norm: The maximum norm of all gradients together, > 0. Gradients are multiplied by
             ``min(1, clip_norm / (norm + 1e-6))``, as in PyTorch's ``clip_grad_norm_``.
+            The records of `ortops.TrainingSession.fit` have the norm as ``gradient_norm``.
         clip_value: The maximum absolute value of each gradient element, > 0. If both are given,
             elements are clipped before the norm is computed. With loss scaling, the unscaled
             gradients are clipped.
@@ -466,10 +467,12 @@ class Plan:
         gradients = [gradient if s == 1 else gradient * s for gradient, s in pairs]
         tape.scope = "clipping/"
         factor = None if scaling is None else 1.0 / scaling.scale
-        gradients, factor = self.clipping.emit(gradients, factor)
+        gradients, factor, norm = self.clipping.emit(gradients, factor)
+        if norm is not None:
+            norm = _named(norm, f"{algorithm.prefix}gradient_norm", tape.graph)
         tape.scope = ""
         count = step_new if scaling is None else count
-        updates = Updates(algorithm, rates, step, count, scaling, factor, self.ema_decay)
+        updates = Updates(algorithm, rates, step, count, scaling, factor, self.ema_decay, norm)
         each = zip(self.parameters, gradients, scalings, fixed, strict=True)
         for parameter, gradient, s, entries in each:
             optimizer = self.grouped.get(parameter.name or "", self.optimizer)

@@ -44,7 +44,7 @@ class Clipping:
 
     def emit(
         self, gradients: Sequence[Tensor], scale: Tensor | None
-    ) -> tuple[list[Tensor], Tensor | None]:
+    ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
         """Emits the clipped gradients.
 
         Args:
@@ -52,10 +52,10 @@ class Clipping:
             scale: The factor to multiply them by first, 0-d; None for 1.
 
         Returns:
-            The gradients, and the factor that each of them has yet to be multiplied by, 0-d; None
-            for 1.
+            The gradients, the factor that each of them has yet to be multiplied by, 0-d (None for
+            1), and the norm of all of them times ``scale``, 0-d; None if it is not limited.
         """
-        result = list(gradients)
+        result, norm = list(gradients), None
         if self.value is not None:
             result = [_clipped(times(gradient, scale), self.value) for gradient in result]
             scale = None
@@ -69,7 +69,7 @@ class Clipping:
                 norm = norm * scale.astype(np.float64)
             factor = op.Min(float(self.norm) / (norm + _EPSILON), np.float64(1.0))
             scale = factor if scale is None else factor * scale.astype(np.float64)
-        return result, scale
+        return result, scale, norm
 
 
 def _clipped(gradient: Tensor, value: float) -> Tensor:

@@ -620,7 +620,7 @@ def _untied(trained: Mapping[str, ir.Value]) -> list[str]:
         else:
             alike[key].append((name, tensor))
     return [
-        f"{', '.join(found.values())}, as if a tied weight was exported {len(found) + 1} times; "
+        f"{', '.join(found.values())}, as if a tied weight was exported several times; "
         f"they are trained independently, unless ortops.surgery.tie(model, {[other, *found]}) "
         "makes them one"
         for other, found in copies.items()

@@ -221,6 +221,7 @@ class Updates:
         scaling: The loss scaling, if gradients pass through float16.
         scale: The factor of each gradient, 0-d; None for 1.
         ema_decay: The decay of the averages of parameters; None without averages.
+        norm: The norm of all gradients, if it is limited.
         masters: The names of 16-bit parameters and of their float32 masters, extended by `emit`.
         averages: The names of parameters and of their averages, extended by `emit`.
     """
@@ -232,18 +233,20 @@ class Updates:
     scaling: LossScaling | None
     scale: Tensor | None
     ema_decay: float | None
+    norm: Tensor | None = None
     masters: dict[str, str] = field(default_factory=dict)
     averages: dict[str, str] = field(default_factory=dict)
     _pending: list[_Pending] = field(default_factory=list)
 
     def metadata(self) -> dict[str, object]:
-        """Returns the names of masters, averages and the scheduled learning rate, for the file."""
+        """Returns the names of masters, averages, the learning rate and the norm, for the file."""
         rate = self.rates.rate.name if self.rates.scheduled else ""
         names = [state.name for state in self.rates.length]
         found = {
             "masters": self.masters,
             "averages": self.averages,
             "scheduled_learning_rate": rate,
+            "gradient_norm": "" if self.norm is None else self.norm.name,
             **dict(zip(SCHEDULE_LENGTH, names, strict=False)),
         }
         return {name: value for name, value in found.items() if value}

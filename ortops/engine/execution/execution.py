@@ -62,6 +62,7 @@ class Execution:
             `ortops.graph.passes.rematerialization`); None keeps all.
         names: The name of each part, if there are several.
         in_backward: Whether a variable is updated, in place, once its gradient is there.
+        shown: See `show`.
 
     Attributes:
         variables: The variables by name.
@@ -85,6 +86,7 @@ class Execution:
         recompute: Checkpoint | None = None,
         names: Sequence[str] = (),
         in_backward: bool = False,
+        shown: Sequence[str] = (),
     ) -> None:
         self.variables = Variables([step.updates for step in steps])
         self._process = os.getpid()
@@ -113,6 +115,8 @@ class Execution:
             Part(template, self.variables, number, settings.shapes)
             for number, template in enumerate(templates)
         ]
+        for part in self._parts:
+            part.show(shown)
         self._in_backward = any(template.in_backward for template in templates)
         self._sessions = sessions
         self._compiles_later = sessions.compiles_later and not self._in_backward
@@ -290,10 +294,7 @@ class Execution:
                 be used any more.
         """
         for own, part in zip(self._parts, other._parts, strict=True):
-            if own.template.extra:
-                extra = filter(part.template.computes, own.template.extra)
-                part.template.extra = tuple(extra)
-                part.forget()
+            part.show(own.template.extra)
             part.variables = self.variables
         self._parts[:] = other._parts
         self._outputs = other._outputs
@@ -444,14 +445,10 @@ class Execution:
         Args:
             names: Tensors that a step computes.
         """
-        extra, parts = tuple(names), [self._parts[number] for number in self._chosen]
-        if all(part.template.extra == extra for part in parts):
-            return
 
         def change() -> None:
-            for part in parts:
-                part.template.extra = extra
-            self._forget()
+            for number in self._chosen:
+                self._parts[number].show(names)
 
         run_uninterrupted(change)
 
@@ -513,13 +510,22 @@ class Execution:
         self._shared.seconds += time.perf_counter() - begin
         return Differentiated(shown, found, flat, carried)
 
-    def apply(self, gradients: Mapping[str, Array], carried: Mapping[str, Array]) -> None:
+    def apply(
+        self,
+        gradients: Mapping[str, Array],
+        carried: Mapping[str, Array],
+        wanted: Sequence[str] = (),
+        note: Callable[[Mapping[str, Any]], object] | None = None,
+    ) -> None:
         """Applies gradients to the variables, as a step does.
 
         Args:
             gradients: The gradients by parameter, with the dtypes and shapes of the layout.
             carried: The other tensors that the update reads; those that are missing, such as
                 running statistics, keep their current values.
+            wanted: Tensors of `show` to return to ``note``; those that do not depend on gradients
+                are left out, and all where the update overwrites variables.
+            note: As in `step`.
 
         Raises:
             KernelError: As in `step`.
@@ -534,7 +540,7 @@ class Execution:
         for label, name in (*names.carried.items(), *zip(names.fed, names.fed, strict=True)):
             feeds[name] = carried[label] if label in carried else self.present(label)
         (number,) = self._chosen
-        self._run({number: split_step.apply.half({})}, feeds, ())
+        self._run({number: split_step.apply.half({})}, feeds, wanted, note)
 
     @property
     def repeatable(self) -> bool:

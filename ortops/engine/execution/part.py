@@ -61,6 +61,13 @@ class Part:
         self._made: dict[tuple[tuple[str, tuple[int, ...]], ...], Variant] = {}
         self.split: SplitStep | None = None
 
+    def show(self, names: Sequence[str]) -> None:
+        """Sets the tensors to compute in addition to outputs; leaves out those that it lacks."""
+        extra = tuple(filter(self.template.computes, names))
+        if extra != self.template.extra:
+            self.template.extra = extra
+            self.forget()
+
     @property
     def turn(self) -> int:
         """Which of the two buffers of the variables that it updates has the current values."""

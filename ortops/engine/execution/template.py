@@ -356,7 +356,6 @@ class Template:
         apply.step = replace(step, model=parts.apply, feeds=feeds, outputs=[], loss="", varying=())
         gradients._dropped = apply._dropped = []
         apply.gains = False
-        apply.extra = ()
         return gradients, apply, parts
 
 

@@ -152,6 +152,8 @@ class TrainingMetadata:
         schedule_start: The variable with the number of steps before the schedule, if fit sets it.
         schedule_steps: The variable with the number of steps of the schedule, if fit sets it.
         clipping: The clipping of gradients as text; empty if there is none.
+        gradient_norm: The tensor of the algorithm that is the norm of all gradients before it is
+            limited; empty if it is not.
         averages: The variables with averages over steps, by parameter.
         averaging: The kind of averages as text; empty if there are none.
         groups: The optimizer settings of parameters in groups as text, by parameter.
@@ -175,6 +177,7 @@ class TrainingMetadata:
     schedule_start: str = ""
     schedule_steps: str = ""
     clipping: str = ""
+    gradient_norm: str = ""
     averages: Mapping[str, str] = field(default_factory=dict)
     averaging: str = ""
     groups: Mapping[str, str] = field(default_factory=dict)

@@ -19,10 +19,11 @@ class Record:
         batch: The number of finished batches of the epoch.
         batches: The number of batches of the epoch, if known.
         step: The number of finished steps (`TrainingSession.steps_done`).
-        values: In `Callback.on_step`, ``loss``, ``loss_<name>`` of each summand and
-            ``learning_rate`` of the step. In `Callback.on_epoch`, the entry of the epoch in the
-            history. In `Callback.on_validation`, ``validation_<name>``. In `Callback.on_end`, the
-            entry of the last epoch, or the averages of an unfinished one.
+        values: In `Callback.on_step`, ``loss``, ``loss_<name>`` of each summand, ``gradient_norm``
+            (where ``clip_norm`` computes it) and ``learning_rate`` of the step. In
+            `Callback.on_epoch`, the entry of the epoch in the history. In `Callback.on_validation`,
+            ``validation_<name>``. In `Callback.on_end`, the entry of the last epoch, or the
+            averages of an unfinished one.
         samples: The number of finished rows of the epoch.
         seconds: The time since training began, including interrupted calls.
         history: The entries of the finished epochs.

@@ -399,7 +399,8 @@ class Evaluator:
         for name, binding in self.bind(metrics).items():
             tensor = binding.note.tensor
             output = loaded.in_training_mode(tensor)
-            if name in (*loaded.loss_names(), "loss", "learning_rate", "steps", "seconds"):
+            others = ("loss", *loaded.norms(), "learning_rate", "steps", "seconds")
+            if name in (*loaded.loss_names(), *others):
                 raise ArgumentError(
                     f"train_metrics: the history has a number '{name}' already; give the metric "
                     "another name with name="

@@ -140,8 +140,8 @@ class Fitting:
             each summand of a sum of losses (if labels are ignored or weighted, the mean over those
             that count; NaN if there are none); ``validation_loss`` and ``validation_<metric>`` are
             computed on the validation data, and with ``train_metrics`` each metric by its name on
-            the training data; ``learning_rate``, ``steps`` and ``seconds`` are explained in
-            `ortops.History`.
+            the training data; ``gradient_norm``, ``learning_rate``, ``steps`` and ``seconds`` are
+            explained in `ortops.History`.
 
         Raises:
             ArgumentError: If an argument is wrong.

@@ -61,9 +61,10 @@ class History(Entries):
     """A dict of numbers for each epoch.
 
     ``loss`` (and ``loss_<name>`` of each summand of a sum of losses) is the mean over the rows of
-    the epoch, ``validation_<name>`` a result on the validation data, ``learning_rate`` that of the
-    last step, ``steps`` the number of finished steps at the end of the epoch, and ``seconds`` its
-    duration. Histories are equal if everything but ``seconds`` is.
+    the epoch, ``gradient_norm`` (where ``clip_norm`` computes it) the mean norm of all gradients of
+    a step before it is limited, ``validation_<name>`` a result on the validation data,
+    ``learning_rate`` that of the last step, ``steps`` the number of finished steps at the end of
+    the epoch, and ``seconds`` its duration. Histories are equal if everything but ``seconds`` is.
 
     Args:
         entries: The epochs.

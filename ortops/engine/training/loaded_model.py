@@ -190,6 +190,7 @@ class LoadedModel:
             recompute=self._in_training_mode(recompute),
             names=names,
             in_backward=boolean("optimizer_in_backward", optimizer_in_backward),
+            shown=self.noted,
         )
         execution = self.execution = self._open(self.steps, given)
         self.given = self._without_computed(given)
@@ -422,6 +423,17 @@ class LoadedModel:
         parts = [part.name for part in self.metadata.losses]
         several = [name for name in parts if name in self.outputs] if len(parts) > 1 else []
         return [self.loss, *several]
+
+    @property
+    def noted(self) -> list[str]:
+        """The tensors of all loaded entries that `fit` reads in addition to outputs."""
+        return [each.gradient_norm for each in self._metadata if each.gradient_norm]
+
+    def norms(self) -> dict[str, str]:
+        """Returns the tensors that are norms of gradients, by the names of their records."""
+        names = (f"{self.names[number]}.gradient_norm" for number in self.entries[1:])
+        pairs = zip(("gradient_norm", *names), self.metadata_of_entries, strict=True)
+        return {name: each.gradient_norm for name, each in pairs if each.gradient_norm}
 
     def counts(self) -> list[str]:
         """Returns the output with the divisor of each of `loss_names`; "" for the batch size."""

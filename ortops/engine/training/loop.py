@@ -81,10 +81,12 @@ class Loop:
         self._rate = trainer.metadata.scheduled_learning_rate
         self._counts = strategy.counts if any(strategy.counts) else []
         self._outputs = [*self._names, *(name for name in (self._rate, *self._counts) if name)]
+        self._outputs += self.strategy.norms.values()
         self._outputs += [] if self.measured is None else self.measured.outputs
         shares = {part.name: part.weight for part in trainer.metadata.losses}
         self._shares = {name: shares.get(name, 1.0) for name in self._names[1:]}
         self._losses: list[float] = []
+        self._norms: dict[str, float] = {}  # of the last step
         self._said = False
         self._is_first = True
         self._began = sum(entry.get("seconds", 0.0) for entry in self.history)  # the epoch
@@ -180,7 +182,7 @@ class Loop:
                     bar.update(self.position.batch, self.position.samples, self._shown)
                 if self.calls.see_steps:
                     losses = zip(["loss", *self._shares], self._losses, strict=True)
-                    self._notify("on_step", dict(losses) | self._present_rate())
+                    self._notify("on_step", dict(losses) | self._norms | self._present_rate())
                 if self._ended() or self._validates_within(batches):
                     return
             self._cut = bool(self._limit) and self._has_more(batches)
@@ -355,8 +357,8 @@ class Loop:
         if stops and shared is not None and not math.isfinite(joined.loss):
             where = f"batches up to {where}"
             raise wrong or diverged(self.trainer, joined.loss, None, where, made=False)
-        self._prepare(len(sizes), sum(sizes), joined.outputs)
-        self.trainer.apply(joined)
+        prepare = functools.partial(self._prepare, len(sizes), sum(sizes))
+        self.strategy.apply(joined, self._outputs, prepare)
         if self.anomalies is not None:
             self.anomalies.check(self._losses[0], kept, joined)
         if stops:
@@ -390,9 +392,10 @@ class Loop:
             if counts:  # in files of older versions a mean over no label is 0 / 0
                 pairs = zip(losses, counts, strict=True)
                 losses = [0.0 if counted == 0 else loss for loss, counted in pairs]
-            self._losses = losses
+            self._losses, norms = losses, self.strategy.norms.items()
+            self._norms = {key: number_of(found[name]) for key, name in norms if name in found}
             return before.after(
-                *(count, size, losses, counts),
+                *(count, size, losses, counts, self._norms),
                 rate=number_of(found[self._rate]) if self._rate else None,
                 seconds=seconds,
                 metrics=self.measured.states() if self.measured is not None else {},

@@ -82,6 +82,8 @@ class Position(NamedTuple):
             Empty like the weights.
         metrics: The states of the metrics of training.
         rates: The learning rates of the last steps of entries in turn.
+        norms: The sum of the norms of gradients over the steps of the epoch where they are finite,
+            and the number of these steps, by the names of their records.
     """
 
     epoch_state: EpochState
@@ -94,6 +96,7 @@ class Position(NamedTuple):
     units: tuple[float, ...] = ()
     metrics: Mapping[str, Mapping[str, Any]] = {}
     rates: Mapping[str, float] = {}
+    norms: Mapping[str, Sequence[float]] = {}
 
     def check_sums(self, count: int) -> None:
         """Checks that there is a sum for each loss of the session.
@@ -153,6 +156,7 @@ class Position(NamedTuple):
         rows: int,
         losses: Sequence[float],
         counts: Sequence[float | None],
+        norms: Mapping[str, float] | None = None,
         **others: Any,
     ) -> Position:
         """Returns the position after further batches.
@@ -165,6 +169,7 @@ class Position(NamedTuple):
             rows: The number of their rows.
             losses: The loss and its parts.
             counts: The divisor of each, None if all rows count; nothing if this holds for all.
+            norms: The norms of the step's gradients, by the names of their records.
             **others: The values of attributes that do not follow from these.
         """
         zeros = (0.0,) * len(losses)
@@ -184,16 +189,22 @@ class Position(NamedTuple):
             weights = tuple([float(weight + more) for weight, more in sums])
         summands = zip(self.totals or zeros, losses, added, strict=True)
         totals = tuple([total + loss * weight for total, loss, weight in summands])
+        sums_of_norms = dict(self.norms)
+        for name, norm in (norms or {}).items():  # that of a skipped step is not finite
+            total, steps = self.norms.get(name, (0.0, 0))
+            finite = math.isfinite(norm)
+            sums_of_norms[name] = (total + norm, steps + 1) if finite else (total, steps)
         return Position(
             self.epoch_state,
             *(self.batch + batches, self.samples + rows, totals),
             weights=weights,
             units=units,
+            norms=sums_of_norms,
             **others,
         )
 
     def averages(self, shares: Mapping[str, float]) -> dict[str, float]:
-        """Returns the mean losses of the epoch so far; NaN if no label counts.
+        """Returns the mean losses of the epoch so far; NaN if no label counts. Then mean norms.
 
         Args:
             shares: The weights in the loss of its parts, by their names; nothing for one part.
@@ -207,7 +218,8 @@ class Position(NamedTuple):
             parts = zip(shares.values(), values[1:], weights[1:], strict=True)
             summands = [share * value for share, value, weight in parts if weight]
             values[0] = sum(summands) if summands else math.nan
-        return dict(zip(["loss", *shares], values, strict=True))
+        norms = {name: total / steps for name, (total, steps) in self.norms.items() if steps}
+        return dict(zip(["loss", *shares], values, strict=True)) | norms
 
     def text(self, steps: int) -> str:
         """Returns the position as JSON, with NaN and infinity as Python writes them.
@@ -411,6 +423,7 @@ _OPTIONAL: Mapping[str, Any] = {
     "validations": [],
     "metrics": {},
     "rates": {},
+    "norms": {},
 }
 
 
@@ -420,6 +433,11 @@ def _is_count(value: object, least: int = 0) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+
+
+def _is_sum(value: object) -> bool:
+    pair = list(value) if isinstance(value, list | tuple) else []
+    return len(pair) == 2 and _is_number(pair[0]) and _is_count(pair[1])
 
 
 def _is_state(value: object) -> bool:
@@ -433,6 +451,7 @@ def _is_state(value: object) -> bool:
 _COUNT = Expected("an integer >= 0", _is_count)
 _NUMBER = Expected("a number", _is_number)
 _NUMBERS = object_of("numbers", _is_number)
+_SUMS = object_of("a sum and a number of steps", _is_sum)
 
 _SAVED = {
     each.text: each
@@ -453,6 +472,7 @@ _FIELDS: Mapping[str, Expected] = {
     **dict.fromkeys(_TUPLES, array_of("numbers", _is_number)),
     "rate": or_null(_NUMBER),
     "rates": _NUMBERS,
+    "norms": _SUMS,
     "seconds": Expected("a number >= 0", lambda value: _is_number(value) and 0 <= value < math.inf),
     **dict.fromkeys(("history", "validations"), array_of("objects of numbers", _NUMBERS.fits)),
     "cut": or_null(_NUMBERS),

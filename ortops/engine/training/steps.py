@@ -28,7 +28,7 @@ from ortops.engine.training.gradients import (
 )
 from ortops.engine.training.loaded_model import LoadedModel, changes
 from ortops.engine.training.position import MOST_UNREAD
-from ortops.engine.training.trainer import StepStrategy
+from ortops.engine.training.trainer import Note, StepStrategy
 from ortops.errors import ArgumentError, FeedError, OrtopsError, did_you_mean
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -233,17 +233,22 @@ class Steps:
         """
         self._update(gradients)
 
+    @changes("fit")
+    def _apply(self, gradients: Gradients, outputs: Sequence[str], note: Note) -> None:
+        self._update(gradients, outputs, note)
+
     @changes("step")
     def _reduced_step(
         self,
         feeds: Mapping[str, Array],
         outputs: Sequence[str] | None,
         reduce: Callable[[Gradients], object],
+        note: Note | None = None,
     ) -> dict[str, Array]:
         gradients = self._differentiate(feeds, outputs, None)
         reduce(gradients)
-        self._update(gradients)
         chosen = self._loaded.outputs if outputs is None else outputs
+        self._update(gradients, chosen, note)
         return {n: a for n, a in gradients.outputs.items() if n in chosen}
 
     @changes("step")
@@ -334,7 +339,8 @@ class Steps:
     @changes("fit")
     def show(self, names: Sequence[str]) -> None:
         """Sets the tensors that the steps of `fit` can return in addition to outputs."""
-        self._loaded.ready().show([n for n in names if n not in self._loaded.outputs])
+        own = [n for n in names if n not in self._loaded.outputs]
+        self._loaded.ready().show([*own, *self._loaded.noted])
 
     def strategy(self) -> StepStrategy:
         """Returns how `fit` makes steps."""
@@ -344,7 +350,10 @@ class Steps:
             functools.partial(self._step, stay=True) if self._loaded.execution.on_device else None
         )
         return StepStrategy(
-            *(self._step, self._gradients, counts, self.show), entry=entry, later=later
+            *(self._step, self._gradients, self._apply, counts, self.show),
+            norms=self._loaded.norms(),
+            entry=entry,
+            later=later,
         )
 
     def _differentiate(
@@ -402,8 +411,19 @@ class Steps:
             origin=origin,
         )
 
-    def _update(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
-        """Applies gradients; see `apply`."""
+    def _update(
+        self,
+        gradients: Mapping[str, npt.ArrayLike],
+        outputs: Sequence[str] = (),
+        note: Note | None = None,
+    ) -> None:
+        """Applies gradients; see `apply`.
+
+        Args:
+            gradients: See `apply`.
+            outputs: Tensors that ``note`` is called with, if the update computes them.
+            note: Is called before anything changes, with the outputs of the gradients as well.
+        """
         execution, state = self._loaded.ready(), self._loaded.state
         self._loaded.check_schedule("step")
         split = execution.split_step()
@@ -412,6 +432,7 @@ class Steps:
             arrays = {name: np.full_like(array, np.inf) for name, array in arrays.items()}
         carried: dict[str, Array] = {}
         given = gradients.statistics if isinstance(gradients, Gradients) else {}
+        computed = gradients.outputs if isinstance(gradients, Gradients) else {}
         for name in split.carried:
             if name in execution.variables:
                 if name in given:
@@ -423,7 +444,9 @@ class Steps:
                     f"gradients: the update also reads '{name}' of the batch; pass what "
                     "`gradients` returned"
                 )
-        execution.apply(arrays, carried)
+        execution.apply(
+            arrays, carried, outputs, note and (lambda found: note({**computed, **found}))
+        )
 
 
 def _shapes(feeds: Mapping[str, Array]) -> tuple[tuple[int, ...], ...]:

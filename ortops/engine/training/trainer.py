@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy.typing as npt
@@ -22,6 +22,7 @@ Array: TypeAlias = npt.NDArray[Any]
 Batch: TypeAlias = Mapping[str, Array]
 Note: TypeAlias = Callable[[Mapping[str, Any]], object]
 Step: TypeAlias = Callable[[Batch, Sequence[str], Note], object]
+Apply: TypeAlias = Callable[[Gradients, Sequence[str], Note], object]
 
 
 class Trainer(Protocol):
@@ -59,9 +60,6 @@ class Trainer(Protocol):
 
     def training_metrics(self, metrics: Mapping[str, StreamingMetric]) -> TrainingMetrics:
         """Returns metrics that read the outputs of training steps."""
-
-    def apply(self, gradients: Gradients) -> None:
-        """Applies gradients."""
 
     def model(self) -> onnx.ModelProto:
         """Returns the trainable model."""
@@ -108,6 +106,7 @@ class StepStrategy:
         step: Makes a step with a batch. It calls its last argument with the outputs that its second
             argument names, before anything changes.
         gradients: Computes the gradients of a batch, or of this process's part of it.
+        apply: Makes a step with gradients, like ``step``.
         counts: For the loss and each of its parts, the output with its divisor; "" if all rows
             count.
         show: Sets the tensors that steps can return in addition to outputs.
@@ -116,12 +115,14 @@ class StepStrategy:
         entries: The training_info entries that make the steps; "" for all of them in each step.
         entry: The index of the training_info entry that makes all steps; None if several do.
         rates: The outputs that are the learning rates of entries in turn.
+        norms: The outputs that are norms of gradients, by the names of their records.
         later: Like ``step``, but leaves the outputs on the device that computed them, in whose
             memory they are for the last argument; None if it would be the same.
     """
 
     step: Step
     gradients: Differentiate
+    apply: Apply
     counts: Sequence[str]
     show: Callable[[Sequence[str]], object]
     leads: bool = True
@@ -129,4 +130,5 @@ class StepStrategy:
     entries: str = ""
     entry: int | None = None
     rates: Sequence[str] = ()
+    norms: Mapping[str, str] = field(default_factory=dict)
     later: Step | None = None

@@ -178,10 +178,6 @@ class Turns:
         """The variables."""
         return self._session.state
 
-    def apply(self, gradients: Gradients) -> None:
-        """Applies gradients of the first entry."""
-        self._first.apply(gradients)
-
     @staticmethod
     def check(options: FitOptions) -> None:
         """Raises an ArgumentError for arguments of `fit` that need one entry."""
@@ -201,15 +197,19 @@ class Turns:
         counts = ["", *(f"{name}.count" for name in self._sessions)]
         text = ", ".join(f"{name}: {count}" for name, count in self._turns.items())
         rates = [f"{name}.learning_rate" for name in self._sessions]
-        return StepStrategy(self._step, self._refuse, counts, self._show, entries=text, rates=rates)
+        norms = [f"{name}.gradient_norm" for name in self._sessions]
+        return StepStrategy(
+            *(self._step, self._refuse, self._refuse, counts, self._show),
+            entries=text,
+            rates=rates,
+            norms=dict(zip(norms, norms, strict=True)),
+        )
 
     def _show(self, names: Sequence[str]) -> None:
         for strategy in self._strategies.values():
             strategy.show(names)
 
-    def _refuse(
-        self, feeds: Batch, *, outputs: Sequence[str], after: Gradients | None
-    ) -> Gradients:
+    def _refuse(self, *_: Any, **__: Any) -> Gradients:
         raise NotImplementedError  # `check` comes first
 
     def _step(self, feeds: Batch, outputs: Sequence[str], note: Note) -> object:
@@ -217,7 +217,7 @@ class Turns:
         assert position is not None
         turn = self._cycle[position.batch % len(self._cycle)]
         loss, session = self._losses[turn], self._sessions[turn]
-        rate = session.metadata.scheduled_learning_rate
+        rate, norm = session.metadata.scheduled_learning_rate, session.metadata.gradient_norm
         rates = {n: np.asarray(value) for n, value in position.rates.items()}
         for name, each in self._sessions.items():
             if (name == turn and not rate) or f"{name}.learning_rate" not in rates:
@@ -230,13 +230,15 @@ class Turns:
             arrays = {"loss": value, **rates}
             if rate:
                 arrays[f"{turn}.learning_rate"] = found[rate]
+            if norm in found:
+                arrays[f"{turn}.gradient_norm"] = found[norm]
             for name in self._sessions:
                 arrays[f"{name}.loss"] = value if name == turn else zero
                 arrays[f"{name}.count"] = np.asarray(float(rows(feeds)) if name == turn else 0.0)
             note(arrays)
 
         own = Checked({name: feeds[name] for name in session.inputs}, session.inputs)
-        return self._strategies[turn].step(own, [loss, *filter(None, [rate])], note_all)
+        return self._strategies[turn].step(own, [loss, *filter(None, [rate, norm])], note_all)
 
 
 def check_lengths(metadata: Sequence[TrainingMetadata], state: Mapping[str, Array]) -> None:
