@@ -1131,6 +1131,13 @@ def renamed(tensors: Any, old: str, new: str) -> Any:
         ),
         (
             PAIR,
+            {"bias": "boft_only"},
+            ModelError,
+            r"'bias' must be one of none, all, lora_only, go",
+        ),
+        (PAIR, {"modules_to_save": 3}, ModelError, r"'modules_to_save' must be an array of names"),
+        (
+            PAIR,
             {"modules_to_save": ["fc2"]},
             ModelError,
             r"it must have 'fc2.weight' once, .*json say, got \[\] of shape",

@@ -385,8 +385,6 @@ def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bias": "boft_only"}, r"bias must be one of none, all, lora_only, got 'boft_only'"),
-        ({"modules_to_save": 3}, r"modules_to_save must be .* array of names"),
         (
             {"lora_bias": True},
             r"the setting lora_bias=True is not supported, as it is not plain LoRA; train witho",
