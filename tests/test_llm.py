@@ -158,6 +158,38 @@ def test_train_save_serve_and_continue(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_whole_modules_are_trained_saved_and_served(base: Path, tmp_path: Path) -> None:
+    settings = {"modules_to_save": ["lm_head"], "bias": "all"}
+    tuning = FineTuning(base, rank=2, learning_rate=0.02, **settings)
+    tuning.fit(ROWS, epochs=2, batch_size=2, progress=False)
+    tuning.save(tmp_path / "tuned")
+    prompt = [104, 105, 33]
+    plain, tuned = (served(tmp_path / "tuned", prompt, active=each) for each in (False, True))
+    np.testing.assert_allclose(plain, served(base, prompt, active=False), atol=1e-6)
+    assert abs(tuned - plain).max() > 1e-2
+    assert tuning.generate(prompt, max_new_tokens=1) in ([int(tuned[0, -1].argmax())], [])
+    again = FineTuning.load(tmp_path / "tuned")
+    for each in (tuning, again):
+        each.fit(ROWS, epochs=3, batch_size=2, seed=1, progress=False)
+    for name, array in tuning.session.state.items():
+        np.testing.assert_array_equal(again.session.state[name], array)
+    tuning.save(tmp_path / "merged", merged=True)
+    again.save(tmp_path / "tuned")
+    merged = served(tmp_path / "merged", prompt, active=False)
+    np.testing.assert_allclose(merged, served(tmp_path / "tuned", prompt, active=True), atol=1e-4)
+    ortops.lora.to_peft(tuning.session.inference_model(), tmp_path / "peft")
+    third = FineTuning(base, adapter=tmp_path / "peft")
+    assert third.evaluate(ROWS)["loss"] == pytest.approx(tuning.evaluate(ROWS)["loss"], rel=1e-5)
+    third.save(tmp_path / "third")
+    plain = served(tmp_path / "third", prompt, active=False)
+    np.testing.assert_allclose(plain, served(base, prompt, active=False), atol=1e-6)
+    with pytest.raises(ortops.ModelError, match="whole weights are trained, such as"):
+        FineTuning(base, rank=2, loss="DPO", **settings)
+    with pytest.raises(ArgumentError, match="bias must be left out if rank=None"):
+        FineTuning(base, rank=None, bias="all")
+
+
+@pytest.mark.slow
 def test_magnitudes_are_trained_saved_and_served(shallow: Path, tmp_path: Path) -> None:
     tuning = FineTuning(shallow, rank=2, learning_rate=0.02, dora=True)
     tuning.fit(ROWS, epochs=2, batch_size=2, progress=False)

@@ -1126,14 +1126,21 @@ def renamed(tensors: Any, old: str, new: str) -> Any:
         (
             PAIR,
             {"bias": "all"},
-            UnsupportedError,
-            r"bias must be 'none', got 'all'; train without the biases",
+            ModelError,
+            r"it must have 'fc1.bias' once, with 16 numbers, as modules_to_save or bias",
         ),
         (
             PAIR,
+            {"bias": "boft_only"},
+            ModelError,
+            r"'bias' must be one of none, all, lora_only, go",
+        ),
+        (PAIR, {"modules_to_save": 3}, ModelError, r"'modules_to_save' must be an array of names"),
+        (
+            PAIR,
             {"modules_to_save": ["fc2"]},
-            UnsupportedError,
-            r"modules_to_save is not supported, got \['fc2'",
+            ModelError,
+            r"it must have 'fc2.weight' once, .*json say, got \[\] of shape",
         ),
         (
             PAIR,

@@ -385,11 +385,6 @@ def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bias": "lora_only"}, r"bias must be 'none', got 'lora_only'; train without the biases"),
-        (
-            {"modules_to_save": ["pooler"]},
-            r"modules_to_save is not supported, got \['pooler'\]; merge",
-        ),
         (
             {"lora_bias": True},
             r"the setting lora_bias=True is not supported, as it is not plain LoRA; train witho",

@@ -23,8 +23,8 @@ def lora(options: argparse.Namespace) -> int:
         check_writable({"output": options.output})
     model = read_model(options.model)
     if options.action == "add":
-        names = ("rank", "alpha", "targets", "dropout", "dora")
-        settings = {name: getattr(options, name) for name in names}
+        names = ("rank", "alpha", "targets", "dropout", "dora", "modules_to_save", "bias")
+        settings = {n: getattr(options, n) for n in names if getattr(options, n) is not None}
         write_model(lora_models.add(model, **settings), options.output)
     elif options.action == "merge":
         write_model(_merged(_trained(model), options), options.output)

@@ -540,6 +540,8 @@ def _add_lora(command: _Command) -> None:
     about = "layers, or all-linear: all but convolutions and the output layer; '!PATTERN' excludes"
     _add_list(add, "--targets", "PATTERN", f"{about} (default: all)")
     _flag(add, "--dora", "train magnitudes of the outputs, too (DoRA)")
+    for name in ("modules_to_save", "bias"):
+        _add_declared(add, name, TUNING[name])
     merge = action("merge", "merge an adapter into the weights")
     merge.add_argument("model", help="an .onnx file with an adapter, trainable or not")
     merge.add_argument("output", help=_OUTPUT)

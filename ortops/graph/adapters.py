@@ -89,6 +89,9 @@ class Adapter:
         rank_pattern: Ranks of layers, by regular expressions of their names, as in PEFT.
         alpha_pattern: Alphas of layers, likewise.
         dropout: The ratio of elements of A's inputs that training drops.
+        weights: The names in transformers of weights that are trained themselves, by their names
+            in the model: those of ``modules_to_save``, and biases.
+        bias: Which biases are trained: ``"none"``, ``"all"`` or ``"lora_only"``.
     """
 
     rank: int
@@ -99,6 +102,8 @@ class Adapter:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     dropout: float = 0.0
+    weights: Mapping[str, str] = field(default_factory=dict)
+    bias: str = ""
 
     @property
     def matrices(self) -> list[str]:
@@ -108,9 +113,9 @@ class Adapter:
 
     @property
     def parameters(self) -> list[str]:
-        """The names of what is trained: A and B, and the magnitudes of DoRA."""
+        """The names of what is trained: A and B, the magnitudes of DoRA, and whole weights."""
         magnitudes = [module.magnitude for module in self.modules.values() if module.dora]
-        return [*self.matrices, *magnitudes]
+        return [*self.matrices, *magnitudes, *self.weights]
 
     def scaling(self, module: Module) -> float:
         """Returns the scaling that B includes."""
@@ -122,7 +127,7 @@ class Adapter:
         return {module.b: self.scaling(module) for module in self.modules.values()}
 
     def refuse_missing(self, known: Container[str]) -> None:
-        """Rejects an adapter with missing A or B.
+        """Rejects an adapter with missing A or B, or weights that are trained themselves.
 
         Args:
             known: The names of the model's tensors that may be one.
@@ -130,7 +135,7 @@ class Adapter:
         Raises:
             ModelError: If one is missing.
         """
-        for name in self.matrices:
+        for name in (*self.matrices, *self.weights):
             if name not in known:
                 raise ModelError(
                     f"model: '{name}' of its adapter must be both an input and an initializer; "
@@ -150,6 +155,7 @@ class Adapter:
         rank, alpha = (", ".join(f"{each:g}" for each in numbers) for numbers in (ranks, alphas))
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
         dropout += ", DoRA" * any(module.dora for module in self.modules.values())
+        dropout += f", {len(self.weights)} whole weights" * bool(self.weights)
         return f"rank {rank}, alpha {alpha}{dropout}, on {len(self.modules)} layers"
 
 
@@ -282,6 +288,8 @@ FIELDS: Mapping[str, Expected] = {
     "rank_pattern": object_of("integers >= 1", is_rank),
     "alpha_pattern": object_of("finite numbers other than 0", is_alpha),
     "dropout": Expected("a number >= 0 and < 1", is_dropout),
+    "weights": object_of("names", _is_name),
+    "bias": Expected("'all' or 'lora_only', or empty", lambda v: v in ("", "all", "lora_only")),
     "kind": Expected(f"one of {', '.join(_KINDS)}", lambda value: value in _KINDS),
     "a": _NAME,
     "b": _NAME,
@@ -292,5 +300,5 @@ FIELDS: Mapping[str, Expected] = {
 }
 """What each field of `Adapter` and `Module` must be."""
 
-_OPTIONAL = ("dropout", "dora")
+_OPTIONAL = ("dropout", "dora", "weights", "bias")
 """Fields that `Adapter.dumps` leaves out where they have no effect."""

@@ -26,6 +26,7 @@ _OWN = {
 
 _OPERATOR = re.compile(r"\.(?:MatMul|MatMulNBits|Gemm|Gather|GatherBlockQuantized)(?:_Q[0-9]+)?$")
 _GENAI = re.compile(r"\b(layers\.[0-9]+)\.attn(?=\.(?:q|k|v|o|qkv)_proj$)")
+_FINAL = re.compile(r"\blayers\.[0-9]+\.final_norm_layernorm$")
 _WHOLES = {part: whole for whole, parts in FUSED.items() for part in parts}
 
 
@@ -43,8 +44,10 @@ def standard(name: str) -> str:
 
     >>> standard("model.layers.0.attn.q_proj.MatMul_Q4")
     'model.layers.0.self_attn.q_proj'
+    >>> standard("model.layers.2.final_norm_layernorm")
+    'model.norm'
     """
-    return _GENAI.sub(r"\1.self_attn", plain(name))
+    return _FINAL.sub("norm", _GENAI.sub(r"\1.self_attn", plain(name)))
 
 
 def own_name(name: str, model_type: str | None) -> str:

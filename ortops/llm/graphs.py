@@ -171,11 +171,7 @@ def refuse_experts(model: onnx.ModelProto) -> None:
         UnsupportedError: If a node of MoE or QMoE depends on the adapter.
     """
     adapter = adapter_of(model.metadata_props)
-    reached = {
-        name
-        for module in ({} if adapter is None else adapter.modules).values()
-        for name in (module.a, module.b)
-    }
+    reached = set() if adapter is None else {*adapter.matrices, *adapter.weights}
     found = []
     for node in model.graph.node:  # in topological order
         if reached & set(node.input):

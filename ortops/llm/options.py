@@ -41,6 +41,7 @@ FIRST_OPTIONS: Mapping[str, Option] = {
 
 _LOSS = Option(None, "prefer chosen to rejected answers: DPO", **_one_of("NextToken", "DPO"))
 _PROVIDERS = Option(None, "where to train, such as webgpu (default: the CPU)", "NAME", several=True)
+_MODULES = Option(None, "also train these as a whole, such as lm_head", "NAME", several=True)
 _OPTIMIZER = Option(None, "or 'Lion(beta1=0.9)' (default: PyTorch's Adam)", "NAME")
 
 
@@ -51,6 +52,8 @@ class TuningOptions(TypedDict, total=False):
     dropout: Annotated[float, Option(0.0, "the share of inputs of A to drop", **_SHARE)]
     rslora: Annotated[bool, Option(False, "scale by alpha / √rank", **_SWITCH)]
     dora: Annotated[bool, Option(False, "train magnitudes of the outputs, too (DoRA)", **_SWITCH)]
+    modules_to_save: Annotated["str | Sequence[str] | None", _MODULES]
+    bias: Annotated[str, Option("none", "biases to train", **_one_of("none", "all", "lora_only"))]
     rank_pattern: Annotated["Mapping[str, int] | None", Option(None, _IN_PYTHON)]
     alpha_pattern: Annotated["Mapping[str, float] | None", Option(None, _IN_PYTHON)]
     seed: Annotated[int, Option(0, "nothing: the initial values are those of seed 0")]
@@ -96,6 +99,7 @@ SHARED_FIT = ("accumulate", "max_steps")
 _FOREIGN = (
     "rank=r,lora_r,lora_rank alpha=lora_alpha dropout=lora_dropout rslora=use_rslora dora=use_dora "
     "targets=target_modules,lora_target adapter=adapter_name_or_path,resume_adapter_file "
+    "modules_to_save=additional_target "
     "learning_rate=lr,lr_scheduler_type,lr_scheduler,lr_schedule,warmup,warmup_ratio,warmup_steps "
     "clip_norm=max_grad_norm,gradient_clipping label_smoothing=label_smoothing_factor "
     "recompute=gradient_checkpointing,use_gradient_checkpointing,grad_checkpoint max_steps=iters "

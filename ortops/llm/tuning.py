@@ -75,6 +75,7 @@ RATE: float = TUNING["learning_rate"].default
 _OF_ADAPTER = (
     *("rank", "alpha", "seed"),
     *("targets", "rslora", "rank_pattern", "alpha_pattern", "dropout", "dora"),
+    *("modules_to_save", "bias"),
 )
 """The arguments of `ortops.lora.addition.adapted`."""
 
@@ -114,6 +115,9 @@ class FineTuning:
         dropout: The ratio of elements of a layer's input that training drops before A.
         rslora: Whether to use the scaling alpha / √rank (rsLoRA).
         dora: Whether to train the magnitudes of outputs, too (DoRA), as for `ortops.lora.add`.
+        modules_to_save: Modules whose own weights are trained, too, such as ``["lm_head"]``, as for
+            `ortops.lora.add`; not with DPO.
+        bias: Which biases are trained: ``"none"``, ``"all"`` or ``"lora_only"``, likewise.
         rank_pattern: Ranks of particular layers, as for `ortops.lora.add`.
         alpha_pattern: Alphas of particular layers, likewise.
         seed: The seed of the adapter's random initial values.
@@ -179,7 +183,8 @@ class FineTuning:
         if files is None and may_see_later_tokens(trainable.proto):
             self._batches.refuse_sight(self.session)
         if adapter is not None:  # without an active adapter, the saved model is the base
-            self._writer.initial = _without_update(trainable, self._writer.initial)
+            base = load_light(folder.model if files is None else files.base)
+            self._writer.initial = _without_update(trainable, base, self._writer.initial)
 
     def _start(
         self,
@@ -772,13 +777,16 @@ def _adapter_values(model: LightModel) -> dict[str, npt.NDArray[Any]]:
     return model.arrays(_adapter_names(model))
 
 
-def _without_update(model: LightModel, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of an adapter that changes nothing: zeros, and the norms of weights."""
+def _without_update(
+    model: LightModel, base: LightModel, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the values of an adapter that changes nothing: zeros, and the base's own."""
     adapter = adapter_of(model.proto.metadata_props)
     layers = [] if adapter is None else [m for m in adapter.modules.values() if m.dora]
     squares = model.arrays([module.square for module in layers])
+    own = base.arrays([] if adapter is None else adapter.weights)
     norms = {module.magnitude: np.sqrt(squares[module.square]) for module in layers}
-    return {name: np.zeros_like(array) for name, array in values.items()} | norms
+    return {name: np.zeros_like(array) for name, array in values.items()} | norms | own
 
 
 def _filled(file: Path, model: LightModel) -> LightModel:

@@ -28,6 +28,7 @@ from ortops.graph.layer_names import standard, whole_of
 from ortops.graph.names import Names
 from ortops.lora.evaluation import norms_of, product, squares_of
 from ortops.lora.fingerprints import fingerprint
+from ortops.lora.full_weights import full_weights, is_in, saved_modules
 from ortops.lora.model import WITHOUT_TRAINING, Array
 from ortops.lora.patterns import Patterns
 from ortops.lora.peft_layers import is_fusing, model_type_beside
@@ -53,6 +54,8 @@ def add(
     alpha_pattern: Mapping[str, float] | None = None,
     dropout: float = 0.0,
     dora: bool = False,
+    modules_to_save: str | Sequence[str] | None = None,
+    bias: str = "none",
     seed: int = 0,
 ) -> onnx.ModelProto:
     """Returns a model with a low-rank adapter (LoRA). Its outputs are the same until it is trained.
@@ -106,6 +109,12 @@ def add(
             the magnitude, is trained too, and the norm is that of the output's weights and has no
             gradient, as in PEFT. The scale is an input, ``<layer>.lora_scale``, which
             `save_adapter` computes. Dropout drops only what A reads.
+        modules_to_save: Modules whose own weights and biases are trained, such as a new head:
+            ``["lm_head", "score"]``, which also name the modules inside. They get no adapter, and
+            become inputs with default values, under the names that they have. As in PEFT, the
+            files of adapters hold them.
+        bias: Which other biases are trained, as in PEFT: ``"none"``, ``"all"`` of the model, or
+            ``"lora_only"``, those of the layers with an adapter.
         seed: The seed of the random initial values.
 
     Returns:
@@ -119,7 +128,8 @@ def add(
             matches nothing.
         UnsupportedError: If a target cannot have an adapter: grouped convolutions, integer
             operators, recurrent layers, g_idx of MatMulNBits; or dropout is given and a target is
-            inside a branch or a loop.
+            inside a branch or a loop. If a weight of ``modules_to_save`` or ``bias`` is quantized,
+            shared with another layer (PEFT trains a copy), or inside a branch or a loop.
 
     Source: arXiv:2106.09685 (LoRA); arXiv:2312.03732 (rsLoRA); arXiv:2402.09353 (DoRA).
 
@@ -131,8 +141,8 @@ def add(
     """
     pairs = rank_pattern, alpha_pattern
     kind = model_type_beside(Path(model).absolute()) if isinstance(model, (str, Path)) else None
-    settings = (rank, alpha, targets, rslora, *pairs, dropout, seed, dora, kind)
-    return to_proto(adapted(read_base(model), *settings))
+    settings = (rank, alpha, targets, rslora, *pairs, dropout, seed, dora, modules_to_save, bias)
+    return to_proto(adapted(read_base(model), *settings, model_type=kind))
 
 
 def adapted(
@@ -146,6 +156,8 @@ def adapted(
     dropout: float = 0.0,
     seed: int = 0,
     dora: bool = False,
+    modules_to_save: str | Sequence[str] | None = None,
+    bias: str = "none",
     model_type: str | None = None,
 ) -> ir.Model:
     """Adds an adapter to a model; see `add`.
@@ -161,6 +173,8 @@ def adapted(
         dropout: The ratio of elements that training drops before A.
         seed: The seed of the random initial values.
         dora: Whether to train magnitudes, too.
+        modules_to_save: Modules whose own weights are trained.
+        bias: Which biases are trained.
         model_type: The model's type in transformers, if it is known.
     """
     dora = boolean("dora", dora)
@@ -175,7 +189,11 @@ def adapted(
         p: number(f"alpha_pattern {p!r:.80}", each, above=0)
         for p, each in _pattern("alpha_pattern", alpha_pattern).items()
     }
-    found = chosen(base.work, targets)
+    modules = saved_modules(modules_to_save)
+    found = [t for t in chosen(base.work, targets) if not is_in(t.module, modules)]
+    weights = full_weights(base.work, modules, bias, found)
+    if not found:
+        raise ModelError("targets: no layer is left for the adapter, because of modules_to_save")
     _refuse_overlap(found)
     layers_found = dict.fromkeys(
         name for target in found for name in (target.module, standard(target.module))
@@ -204,7 +222,8 @@ def adapted(
             if whole:
                 firsts.setdefault((whole, r, own, target.x), layer)
         layer.targets.append(target)
-    described = Adapter(rank, alpha, rslora, "", {}, ranks, alphas, dropout)
+    described = Adapter(rank, alpha, rslora, "", {}, ranks, alphas, dropout, weights)
+    described = replace(described, bias=bias if bias != "none" else "")
     return attach(base, list(layers.values()), described)
 
 
@@ -241,10 +260,12 @@ class Base:
 
     Attributes:
         work: The model, to be changed.
+        light: The same, as it was.
         fingerprint: Its fingerprint (see `ortops.lora.fingerprints`).
     """
 
     work: ir.Model
+    light: LightModel
     fingerprint: str
 
 
@@ -308,7 +329,7 @@ def read_base(model: ModelLike | LightModel) -> Base:
                 kept = [each for each in node.attribute if each.name != "accuracy_level"]
                 del node.attribute[:]
                 node.attribute.extend(kept)
-    return Base(work, fingerprint(light))
+    return Base(work, light, fingerprint(light))
 
 
 def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> ir.Model:
@@ -320,6 +341,10 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> ir.Model:
         adapter: The settings that all layers share.
     """
     work = base.work
+    free = adapter.weights
+    digest = fingerprint(base.light, free=free) if free else base.fingerprint
+    whole = [work.graph.initializers[name] for name in adapter.weights]
+    work.graph.inputs.extend(value for value in whole if value not in work.graph.inputs)
     names, opset = Names(work.graph), work.graph.opset_imports.get("", 1)
     modules, matrices = {}, dict[int, ir.Value]()
     for layer in layers:
@@ -339,10 +364,11 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> ir.Model:
             placed = _place(target, (a, b, scale), module, names, opset, adapter.dropout)
             new.tensors.append(placed)
         modules[module] = new
-    result = replace(adapter, fingerprint=base.fingerprint, modules=modules)
+    result = replace(adapter, fingerprint=digest, modules=modules)
     work.metadata_props[METADATA_KEY] = result.dumps()
     work.ir_version = max(work.ir_version, _INITIALIZERS_MAY_BE_INPUTS_OR_NOT)
-    count = sum(layer.b.size + layer.a.size * (layer.first is None) for layer in layers)
+    count = sum(value.const_value.size for value in whole if value.const_value)
+    count += sum(layer.b.size + layer.a.size * (layer.first is None) for layer in layers)
     say_note("added an adapter of %s: %s trainable parameters", result, f"{count:,}")
     return work
 

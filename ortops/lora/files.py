@@ -89,9 +89,10 @@ def written_adapter(model: LightModel) -> bytes:
 
 
 def _served(adapted: Adapted) -> dict[str, Array]:
-    """Returns what a file of the adapter holds: A and B, and the scales of DoRA."""
+    """Returns what a file of the adapter holds: A, B, whole weights, and the scales of DoRA."""
     known, modules = adapted.parameters, adapted.adapter.modules.values()
     result = {name: known[name] for name in adapted.adapter.matrices}
+    result |= {name: known[name] for name in adapted.adapter.weights}
     given = {m.scale: known[m.scale] for m in modules if m.dora and m.scale in known}
     if not given:
         found = all_norms(adapted, known)

@@ -31,7 +31,9 @@ FINGERPRINT_VERSION = 2
 """The version of new fingerprints."""
 
 
-def fingerprint(model: LightModel, adapter: Adapter | None = None) -> str:
+def fingerprint(
+    model: LightModel, adapter: Adapter | None = None, free: Collection[str] = ()
+) -> str:
     """Returns the fingerprint of a model without its adapter.
 
     It covers the names of inputs and outputs and all that contributes to the outputs: operators,
@@ -43,12 +45,16 @@ def fingerprint(model: LightModel, adapter: Adapter | None = None) -> str:
     Args:
         model: The model.
         adapter: Its adapter.
+        free: The weights that are trained themselves, whose values do not count; by default those
+            of the adapter.
 
     Raises:
         ModelError: If external data cannot be read, or nodes of the adapter are missing.
     """
     names = {tensor.name for tensor in model.proto.graph.initializer}
-    digest = _Digest(names).of_model(_trained_form(model, adapter))
+    digest = _Digest(names, adapter.weights if adapter else free).of_model(
+        _trained_form(model, adapter)
+    )
     return f"{FINGERPRINT_VERSION}:{digest.hex()}"
 
 
@@ -80,10 +86,11 @@ class _Digest:
 
     Args:
         names: The initializers whose names are part of the digest.
+        free: Those whose values are not.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+    def __init__(self, names: Collection[str], free: Collection[str]) -> None:
+        self._names, self._free = names, free
         self._found: dict[ir.Value, bytes] = {}
 
     def of_model(self, model: ir.Model) -> bytes:
@@ -102,7 +109,9 @@ class _Digest:
     def _of_graph(self, model: ir.Model, graph: ir.Graph, depth: int) -> list[bytes]:
         """Returns the digests of a graph's outputs."""
         for name, value in graph.initializers.items():
-            if value.const_value is not None:
+            if depth == 0 and name in self._free:
+                self._found[value] = _hash("trained", name)
+            elif value.const_value is not None:
                 is_named = depth == 0 and name in self._names and len(value.const_value.shape) > 1
                 content = _of_tensor(value.const_value)
                 self._found[value] = _hash("weight", name, content) if is_named else content

@@ -9,7 +9,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ortops.graph import convert
 from ortops.graph.adapters import FIELDS, Adapter, scaling
 from ortops.graph.files import loading
 from ortops.graph.files.atomic import TEMPORARY, siblings, write_together
-from ortops.graph.files.json_fields import check_fields, or_null
+from ortops.graph.files.json_fields import Expected, array_of, check_fields, or_null
 from ortops.graph.files.json_text import read_settings
 from ortops.graph.files.loading import ModelLike, readable
 from ortops.graph.files.opening import file_in_folder
@@ -30,6 +31,7 @@ from ortops.graph.files.serialization import to_proto
 from ortops.graph.layer_names import ends_with, standard
 from ortops.graph.safetensors import dump_safetensors, read_safetensors
 from ortops.lora.addition import Base, Layer, attach, read_base
+from ortops.lora.full_weights import BIASES, Parameter, full_weights, is_in, parameters_of
 from ortops.lora.model import (
     Adapted,
     Array,
@@ -52,7 +54,7 @@ _WITHOUT_EFFECT = {
     *("layers_to_transform", "lora_dropout", "megatron_config", "megatron_core", "peft_type"),
     *("peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules"),
     *("task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"),
-    *("init_lora_weights", "corda_config", "lora_ga_config", "use_dora"),
+    *("init_lora_weights", "corda_config", "lora_ga_config", "use_dora", "modules_to_save"),
 }
 """Settings that are read here, or that do not affect what a trained adapter computes."""
 
@@ -62,6 +64,8 @@ _FIELDS = {
     "use_rslora": or_null(FIELDS["rslora"]),
     "use_dora": or_null(FIELDS["dora"]),
     "lora_dropout": or_null(FIELDS["dropout"]),
+    "bias": Expected(f"one of {', '.join(BIASES)}", lambda value: value in BIASES),
+    "modules_to_save": or_null(array_of("names", lambda value: isinstance(value, str))),
     **{name: or_null(FIELDS[name]) for name in ("rank_pattern", "alpha_pattern")},
 }
 """What settings must be, if they are there."""
@@ -125,12 +129,14 @@ def to_peft(
     adapter = adapted.adapter
     places = _places(adapted)
     layers: dict[str, PeftLayer] = {}
-    for name, module in adapter.modules.items():
-        if not module.peft and not standard(name).startswith(prefix):
+    whole = () if _is_read(adapter) else adapter.weights.values()
+    for name in (*whole, *(n for n, module in adapter.modules.items() if not module.peft)):
+        if not standard(name).startswith(prefix):
             raise ModelError(
                 f"prefix: layer '{name}' does not start with '{prefix}'; give a prefix that all "
                 "layers share"
             )
+    for name, module in adapter.modules.items():
         if not module.peft and name not in places:
             raise ModelError(
                 f"model: layer '{name}' got a number, as the model has two layers of one name that "
@@ -155,8 +161,10 @@ def to_peft(
         if layer.magnitude is not None:
             shape = (1, -1, *layer.b.shape[2:]) if layer.b.ndim > 2 else (-1,)
             tensors[f"{_PREFIX}{name}.{_MAGNITUDE}"] = layer.magnitude.reshape(shape)
+    weights = _written_weights(adapted, written, prefix)
+    tensors |= {f"{_PREFIX}{name}": array for name, array in weights.items()}
     content = dump_safetensors(tensors, {"format": "pt"})
-    config = json.dumps(_written_config(adapter, written), indent=2)
+    config = json.dumps(_written_config(adapter, written, weights), indent=2)
     write_together(Path(folder), {_WEIGHTS: content, _CONFIG: f"{config}\n".encode()})
 
 
@@ -172,8 +180,71 @@ def _places(adapted: Adapted) -> dict[str, dict[str, Sequence[int]]]:
     return found
 
 
-def _written_config(adapter: Adapter, modules: Mapping[str, PeftLayer]) -> dict[str, Any]:
+def _is_read(adapter: Adapter) -> bool:
+    """Whether the names of an adapter are those of a folder of PEFT."""
+    return any(module.peft for module in adapter.modules.values())
+
+
+def _written_weights(
+    adapted: Adapted, layers: Mapping[str, PeftLayer], prefix: str
+) -> dict[str, Array]:
+    """Returns the weights that are trained themselves, by their names in PEFT."""
+    adapter, result = adapted.adapter, dict[str, Array]()
+    work = convert.to_ir(adapted.model)
+    remove_adapter(work, adapter)
+    turned = {each.value.name: _is_turned(each) for each in parameters_of(work) if adapter.weights}
+    for name, peft in adapter.weights.items():
+        layer, _, attribute = peft.rpartition(".")
+        layer = layer if _is_read(adapter) else layer.removeprefix(prefix)
+        array = adapted.parameters[name].T if turned.get(name) else adapted.parameters[name]
+        key = f"{layer}{'.base_layer' * (layer in layers)}.{attribute}"
+        result[key] = np.ascontiguousarray(array)
+    return result
+
+
+def _is_turned(parameter: Parameter) -> bool:
+    """Whether PEFT has a weight transposed; GPT-2's have the order of ONNX."""
+    return parameter.is_turned != bool(
+        parameter.target and parameter.attribute == "weight" and _CONV1D.search(parameter.module)
+    )
+
+
+def _read_weights(
+    base: Base, found: dict[str, Array], config: Mapping[str, Any], layers: Sequence[Layer]
+) -> dict[str, str]:
+    """Gives a base the weights that were trained themselves; returns their names in PEFT."""
+    everything = {each.value.name or "": each for each in parameters_of(base.work)}
+    given = config.get("modules_to_save") or []  # of tasks, PEFT writes names that may not exist
+    modules = [name for name in given if any(each.is_in([name]) for each in everything.values())]
+    adapted, result = [target for layer in layers for target in layer.targets], dict[str, str]()
+    for name in full_weights(base.work, modules, config.get("bias", "none"), adapted):
+        parameter, tensor = everything[name], base.work.graph.initializers[name].const_value
+        assert tensor is not None
+        keys = [key for key in found if ends_with(parameter.name, key)]
+        array = found.pop(keys[0]) if len(keys) == 1 else np.zeros(0)
+        array = array.T if _is_turned(parameter) else array
+        if array.shape != tensor.shape.numpy():
+            raise ModelError(
+                f"file '{_WEIGHTS}': it must have '{parameter.name}' once, with {tensor.size} "
+                f"numbers, as modules_to_save or bias of {_CONFIG} say, got {keys} of shape "
+                f"{[*array.shape]}; give the model that the adapter was trained with"
+            )
+        array = np.ascontiguousarray(array.astype(tensor.dtype.numpy()))
+        refuse_not_finite({keys[0]: array}, f"file '{_WEIGHTS}'")
+        base.work.graph.initializers[name].const_value = ir.tensor(array, name=name)
+        result[name] = keys[0]
+    for key in found:
+        why = f"the model has no '{key}'; export the module that PEFT wraps"
+        raise UnsupportedError(f"file '{_WEIGHTS}': {why}")
+    return result
+
+
+def _written_config(
+    adapter: Adapter, modules: Mapping[str, PeftLayer], weights: Collection[str] = ()
+) -> dict[str, Any]:
     """Returns the settings of an adapter, given its layers by their names in PEFT."""
+    own = (name for name in weights if not (adapter.bias and name.endswith(".bias")))
+    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in own))
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": None,
@@ -183,7 +254,7 @@ def _written_config(adapter: Adapter, modules: Mapping[str, PeftLayer]) -> dict[
         "lora_alpha": _short(adapter.alpha),
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.rslora,
-        "bias": "none",
+        "bias": adapter.bias or "none",
         "fan_in_fan_out": bool(modules) and all(map(_CONV1D.search, modules)),
         "init_lora_weights": True,
         # PEFT matches an expression with full names, but the entries of a list with suffixes too.
@@ -198,6 +269,7 @@ def _written_config(adapter: Adapter, modules: Mapping[str, PeftLayer]) -> dict[
             for name, module in modules.items()
             if module.alpha != adapter.alpha
         },
+        **({"modules_to_save": saved} if saved else {}),
         **({"use_dora": True} if any(m.magnitude is not None for m in modules.values()) else {}),
     }
 
@@ -214,7 +286,7 @@ def refuse_others(folder: str | os.PathLike[str]) -> None:
         with contextlib.suppress(OSError, ModelError):
             settings = read_settings(file)
             written = _written_config(Adapter(1, 1.0, False, "", {}), {}).keys()
-            if settings.keys() - {"use_dora"} == written:
+            if settings.keys() - {"use_dora", "modules_to_save"} == written:
                 return
     if present:
         raise OrtopsError(
@@ -242,8 +314,8 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
     Raises:
         ModelError: If a file is missing or invalid, a layer of the adapter matches no layer of the
             model or several, a shape differs, or a value is not finite.
-        UnsupportedError: If the adapter is neither LoRA nor DoRA (trained biases, saved modules,
-            initializations that change the base), or a layer cannot have an adapter.
+        UnsupportedError: If the adapter is neither LoRA nor DoRA (such as initializations that
+            change the base), or a layer cannot have an adapter or be trained itself.
 
     Example:
         >>> import tempfile
@@ -272,7 +344,9 @@ def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
     places = Places(everything)
     layers: list[Layer] = []
     dora = bool(config.get("use_dora"))
-    for peft, (a, b, m) in _pairs(_tensors(files[1]), everything, dora=dora).items():
+    tensors = _tensors(files[1])
+    whole = _whole(tensors, config)
+    for peft, (a, b, m) in _pairs(tensors, everything, dora=dora).items():
         r = a.shape[0] if a.ndim else 0
         expected_rank = ranks.value_for(peft, rank)
         if r != expected_rank:
@@ -297,7 +371,23 @@ def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
             layers.append(Layer(*described, shared))
             shared = shared or layers[-1]
     layers.sort(key=lambda layer: places.order(layer.targets[0]))  # files have no order
-    return attach(base, layers, Adapter(rank, alpha, rslora, "", {}, **given, dropout=dropout))
+    adapter = Adapter(rank, alpha, rslora, "", {}, **given, dropout=dropout)  # type: ignore[arg-type]
+    weights = _read_weights(base, whole, config, layers)
+    bias = "" if config.get("bias", "none") == "none" else config["bias"]
+    return attach(base, layers, replace(adapter, weights=weights, bias=bias))
+
+
+def _whole(tensors: dict[str, Array], config: Mapping[str, Any]) -> dict[str, Array]:
+    """Takes the weights that were trained themselves from the tensors of a file."""
+    modules, biases = config.get("modules_to_save") or [], config.get("bias", "none") != "none"
+    result: dict[str, Array] = {}
+    for key in [key for key in tensors if ".lora_" not in key and key.startswith(_PREFIX)]:
+        name = key.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        if biases and re.search(r"\.(original_module|modules_to_save)\.bias$", name):
+            del tensors[key]  # PEFT writes the biases of saved modules thrice
+        elif is_in(name.rpartition(".")[0], modules) or (biases and name.endswith(".bias")):
+            result[name] = tensors.pop(key)
+    return result
 
 
 def _fitted(peft: str, target: Target, a: Array, b: Array, scale: float) -> tuple[Array, Array]:
@@ -366,16 +456,6 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _refuse_more_than_lora(file: Path, config: Mapping[str, Any]) -> None:
-    if config.get("bias", "none") != "none":
-        raise UnsupportedError(
-            f"file '{file}': bias must be 'none', got {config['bias']!r:.80}; train without the "
-            "biases of the base"
-        )
-    if config.get("modules_to_save"):
-        raise UnsupportedError(
-            f"file '{file}': modules_to_save is not supported, got "
-            f"{config['modules_to_save']!r:.80}; merge the adapter in PyTorch and export the result"
-        )
     if config.get("init_lora_weights") not in _SAME_BASE:
         raise UnsupportedError(
             f"file '{file}': init_lora_weights {config['init_lora_weights']!r:.80} changes the "

@@ -15,6 +15,8 @@ _FACTORS = {"linear": ("MatMul", 1), "embedding": ("Gather", 0), "convolution": 
 def remove_adapter(work: ir.Model, adapter: Adapter) -> dict[str, list[ir.Value]]:
     """Removes the nodes, inputs and initializers of an adapter, in place.
 
+    Weights that are trained themselves keep their values.
+
     Returns:
         The outputs of each layer without the adapter, under their original names.
 
@@ -36,6 +38,8 @@ def remove_adapter(work: ir.Model, adapter: Adapter) -> dict[str, list[ir.Value]
                 raise _refused(name, f"'{parameter}' has other readers")
             if value in graph.inputs:
                 graph.inputs.remove(value)
+    for name in adapter.weights:
+        graph.inputs[:] = [value for value in graph.inputs if value.name != name]
     return found
 
 

@@ -399,7 +399,7 @@ def _target(node: ir.Node) -> Target | None:
     if shape is None or dtype is None:
         return None
     target = Target(
-        node, _KINDS.get(kind, "linear"), weight, index, (0, 0), (), dtype, _module(node, weight)
+        node, _KINDS.get(kind, "linear"), weight, index, (0, 0), (), dtype, layer_of(node, weight)
     )
     if kind not in {*_SUPPORTED, *_WITH_QUANTIZED}:
         why = "only MatMul, Gemm, Conv, Gather and MatMulNBits can have an adapter"
@@ -523,7 +523,7 @@ def _effective(
     return shape, dtype
 
 
-def _module(node: ir.Node, weight: ir.Value) -> str:
+def layer_of(node: ir.Node, weight: ir.Value) -> str:
     """Returns the name of the layer that a node was exported from.
 
     PyTorch's newer exporter stores it in the metadata, the older one in the names of nodes.

@@ -118,7 +118,8 @@ def keep_outputs(light: LightModel, outputs: str | Sequence[str]) -> LightModel:
     work = RemoveUnusedFunctionsPass()(work).model  # type: ignore[no-untyped-call]
     if adapter := adapter_of(light.proto.metadata_props):
         modules = {n: m for n, m in adapter.modules.items() if m.a in graph.initializers}
-        metadata[METADATA_KEY] = replace(adapter, modules=modules).dumps()
+        whole = {n: name for n, name in adapter.weights.items() if n in graph.initializers}
+        metadata[METADATA_KEY] = replace(adapter, modules=modules, weights=whole).dumps()
         if not modules:
             del metadata[METADATA_KEY]
     moved = external.move_aside(work)

@@ -31,13 +31,17 @@ def without_adapter(
         reveal: Returns what the copies read in place of a value of the model.
 
     Raises:
-        ModelError: If the model has no adapter, or has one in a sub-graph.
+        ModelError: If the model has no adapter, or has one in a sub-graph or with whole weights.
     """
     if adapter is None:
         raise ModelError(
             "the reference is the model without its adapter, but the model has no adapter; add "
             "one with ortops.lora.add"
         )
+    if adapter.weights:
+        why = f"whole weights are trained, such as '{next(iter(adapter.weights))}'"
+        remedy = "train without modules_to_save and bias"
+        raise ModelError(f"the reference is the model without its adapter, but {why}; {remedy}")
     known = {output.name: output for node in nodes for output in node.outputs}
     bases = dict[ir.Value, ir.Value]()
     for name, module in adapter.modules.items():
