@@ -86,6 +86,7 @@ NO_PATH = ("stream", "content", "serialize(message)", "tape.model().SerializeToS
 # What the package opens in other ways, and why.
 OPENED_ELSEWHERE = {
     ("cli/standard_streams.py", "os.open"): "the device that has no content",
+    ("_common/cores.py", "file.read_text"): "of the system",
     ("conformance/files.py", "file.read_bytes"): "imports nothing else, and checks it itself",
     ("graph/files/atomic.py", "file.open"): "a temporary file of its own, to lock it",
     ("graph/files/atomic.py", "os.open"): "folders, and what it creates",
@@ -108,7 +109,6 @@ OPENED_ELSEWHERE = {
     ("engine/training/arrow.py", "arrow.memory_map"): "after `_refuse_endless`",
     ("engine/training/arrow.py", "datasets.dataset"): "after `_refuse_endless`",
     ("engine/training/arrow.py", "parquet.read_schema"): "after `_refuse_endless`",
-    ("engine/training/batch_size.py", "Path('/proc/meminfo').read_text"): "of the system",
     ("engine/training/batch_size.py", "Path('/proc/self/statm').read_text"): "of the system",
     ("engine/training/export.py", "(source / name).read_bytes"): "a file of the package",
     ("engine/trainable/limited.py", "Path('/proc/self/statm').read_text"): "of the system",

@@ -25,6 +25,7 @@ from ortops.llm.saving import ADAPTER
 from ortops.llm.sequence_pairs import prefix_of, source_feeds, source_of, start_token
 from ortops.llm.several_files import SeveralFiles
 from ortops.llm.tokenization import Tokenizer
+from ortops.lora.adapter_file import read_adapter_file
 
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
 
@@ -134,10 +135,9 @@ class Server:
         saved, file = load_light(self._folder.model), self._folder.path / ADAPTER
         refuse_norms(saved.proto)
         merged = prune(detach(merged_model(self.session.inference_model())), saved)
-        values: dict[str, Array] = {}
+        values: Mapping[str, Array] = {}
         if file.is_file():
-            read = onnxruntime.AdapterFormat.read_adapter(str(file)).get_parameters()
-            values = {name: value.numpy().copy() for name, value in read.items()}
+            values, _, _ = read_adapter_file(file)
         found, self._lent = {}, []
         for name, model, fixed in (("merged", merged, {}), ("adapter", saved, values)):
             served, lent = open_model(model)
