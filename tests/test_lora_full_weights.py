@@ -123,6 +123,15 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
     def quantized() -> onnx.ModelProto:
         return four_bits(normal(5, 32), bias=True)
 
+    def with_quantized_bias() -> onnx.ModelProto:
+        with Tape(name="quantized_bias") as tape:
+            x = tape.input("x", np.float32, ["batch", 4])
+            bias = tape.initializer("fc.bias", np.arange(4, dtype=np.int32))
+            scale = tape.initializer("scale", np.array(0.5, np.float32))
+            product = x @ tape.initializer("fc.weight", normal(4, 4))
+            tape.output(product + op.DequantizeLinear(bias, scale), "y")
+        return tape.model()
+
     def norms() -> onnx.ModelProto:
         """Exporters store equal numbers once."""
         with Tape(name="norms") as tape:
@@ -143,11 +152,18 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
         (network, {"modules_to_save": ["fc", "head"]}, ModelError, "no layer is left"),
         (tied, {"modules_to_save": ["emb"]}, UnsupportedError, "'emb.weight' .* is shared by emb"),
         (quantized, {"modules_to_save": ["fc.weight_Q4"]}, UnsupportedError, "Q4' is quantized"),
+        (with_quantized_bias, {"bias": "lora_only"}, UnsupportedError, "'fc.bias' .* is quantized"),
+        (with_quantized_bias, {"bias": "all"}, UnsupportedError, "'fc.bias' .* is quantized"),
         (branches, {"bias": "all", "modules_to_save": ["b"]}, UnsupportedError, "inside a branch"),
         (norms, {"bias": "all"}, UnsupportedError, "'n1.bias' .* is shared by n1, n2, of which"),
     ):
         with pytest.raises(error, match=match):
             lora.add(make(), rank=2, **settings)
+
+
+def test_a_model_without_biases(caplog: pytest.LogCaptureFixture) -> None:
+    lora.add(four_bits(normal(5, 32)), rank=2, bias="all")
+    assert "bias='all' trains none: the file has no biases of these layers" in caplog.messages
 
 
 SETTINGS = {

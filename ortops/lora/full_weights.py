@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ortops._common.arguments import choice
+from ortops._common.notes import say_note
 from ortops.engine.building.parameters import why_not
 from ortops.engine.building.readers import readers
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
@@ -76,13 +77,19 @@ def parameters_of(work: ir.Model) -> list[Parameter]:
 
 
 def _bias(target: Target) -> ir.Value | None:
-    """Returns the bias of a layer, an initializer that its node or the next one adds."""
+    """Returns the bias of a layer, an initializer that its node or the next one adds.
+
+    It is the quantized one if the bias is dequantized.
+    """
     node, given = target.node, [use.node for use in target.y.uses()]
     index = _BIAS_INDICES.get(node.op_type, len(node.inputs))
     added = list(node.inputs[index : index + 1])
     if not added and len(given) == 1 and given[0].op_type == "Add":
         added = [value for value in given[0].inputs if value is not target.y]
     value = added[0] if added else None
+    source = None if value is None else value.producer()
+    if source is not None and source.op_type == "DequantizeLinear":
+        value = source.inputs[0]
     is_bias = value is not None and value.is_initializer() and len(value.shape or ()) == 1
     return value if is_bias else None
 
@@ -130,7 +137,7 @@ def full_weights(
             hint = did_you_mean(module, dict.fromkeys(each.module for each in everything))
             raise ModelError(f"modules_to_save: '{module}' matches no module with weights; {hint}")
     nodes = {target.node for target in adapted}
-    result = dict[str, str]()
+    result, found = dict[str, str](), 0
     for each in everything:
         is_bias = each.attribute == "bias" and (
             bias == "all" or (bias == "lora_only" and each.target and each.target.node in nodes)
@@ -138,6 +145,9 @@ def full_weights(
         if each.is_in(modules) or is_bias:
             _refuse(each, everything, work.graph)
             result[each.value.name or ""] = each.name
+            found += each.attribute == "bias"
+    if bias != "none" and not found:
+        say_note("bias='%s' trains none: the file has no biases of these layers", bias)
     return result
 
 
@@ -149,7 +159,7 @@ def _refuse(each: Parameter, everything: Sequence[Parameter], graph: ir.Graph) -
     is_called = each.target is not None and each.target.first is not None
     why = ""
     if dtype is None or not dtype.is_floating_point():
-        why = "is quantized, so its full matrix cannot be trained"
+        why = "is quantized, so it cannot be trained as a whole"
     elif dtype not in _FLOATS or not each.value.is_initializer() or not each.attribute:
         why = f"must be a named initializer of FLOAT, FLOAT16 or DOUBLE, got {dtype}"
     elif each.target is not None and parts(each.target):
