@@ -190,7 +190,12 @@ def test_the_builders_have_the_same_settings() -> None:
 
 
 def test_arguments_of_the_builder_are_explained() -> None:
-    for name, remedy in (("lr", "learning_rate"), ("criterion", "loss="), ("metrics", "evaluate")):
+    for name, remedy in (
+        *(("lr", "learning_rate"), ("criterion", "loss="), ("metrics", "evaluate")),
+        *(("requires_grad", "trainable="), ("frozen_params", r"patterns such as '!layer\.\*'")),
+        *(("lr_scheduler", "a schedule"), ("class_weight", "to fit or evaluate")),
+        *(("param_groups", "groups="), ("additional_output_names", "outputs=")),
+    ):
         with pytest.raises(TypeError, match=f"has no argument '{name}'; .*{remedy}"):
             session(**{name: 1})
 

@@ -60,7 +60,16 @@ ARGUMENTS_OF_BUILD: Mapping[str, str] = {
     "weight_decay": "use optimizer=ortops.optimizers.AdamW(weight_decay=…)",
     "criterion": "use loss=",
     "metrics": "give metrics to fit or evaluate",
-    **dict.fromkeys(("parameters", "params", "trainable_variables"), "use trainable="),
+    **dict.fromkeys(
+        ("parameters", "params", "trainable_variables", "requires_grad"), "use trainable="
+    ),
+    **dict.fromkeys(
+        ("frozen_params", "frozen", "freeze"), "use trainable= with patterns such as '!layer.*'"
+    ),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "give the optimizer a schedule: learning_rate="),
+    **dict.fromkeys(("class_weight", "sample_weight"), "give it to fit or evaluate"),
+    "param_groups": "use groups=",
+    "additional_output_names": "leave it out: step and predict return any tensor by outputs=",
     **dict.fromkeys(("max_grad_norm", "clipnorm", "global_clipnorm"), "use clip_norm="),
     "clipvalue": "use clip_value=",
     "random_state": "use seed=",
