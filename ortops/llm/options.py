@@ -28,47 +28,84 @@ def _one_of(*options: str) -> Any:
 
 
 FIRST_OPTIONS: Mapping[str, Option] = {
-    "rank": Option(8, "of the adapter (default: 8), or none: train all weights", "N", reads="rank"),
-    "alpha": Option(16, "the scaling's numerator (default: 16)", **_FLOAT),
-    "targets": Option(
-        None, "layers, or !NAME (default: all linear ones but lm_head)", "NAME", several=True
+    "rank": Option(
+        8, "the adapter's rank (default: 8), or none to train all weights", "N", reads="rank"
     ),
-    "learning_rate": Option(2e-4, "or a schedule, as 'cosine(2e-4, warmup=0.1)'", "RATE"),
-    "recompute": Option(None, "keep N activations, or sqrt for few", "N", reads="number or name"),
-    "adapter": Option(None, "begin with this one: PEFT's folder or an .onnx_adapter file", "PATH"),
+    "alpha": Option(16, "the adapter is scaled by X / rank (default: 16)", **_FLOAT),
+    "targets": Option(
+        None,
+        "layers to adapt, or !NAME to leave out (default: all linear ones but lm_head)",
+        "NAME",
+        several=True,
+    ),
+    "learning_rate": Option(
+        2e-4, "a number, or a schedule as 'cosine(2e-4, warmup=0.1)' (default: 2e-4)", "RATE"
+    ),
+    "recompute": Option(
+        None,
+        "keep N activations, and compute the others again to save memory; sqrt keeps few",
+        "N",
+        reads="number or name",
+    ),
+    "adapter": Option(
+        None, "begin with this adapter: a folder of PEFT or an .onnx_adapter file", "PATH"
+    ),
 }
 """The arguments of `FineTuning` that may be given by position."""
 
-_LOSS = Option(None, "prefer chosen to rejected answers: DPO", **_one_of("NextToken", "DPO"))
+_LOSS = Option(
+    None,
+    "what to learn: the next token (default), or with DPO to prefer chosen answers",
+    **_one_of("NextToken", "DPO"),
+)
 _PROVIDERS = Option(None, "where to train, such as webgpu (default: the CPU)", "NAME", several=True)
-_MODULES = Option(None, "also train these as a whole, such as lm_head", "NAME", several=True)
-_OPTIMIZER = Option(None, "or 'Lion(beta1=0.9)' (default: PyTorch's Adam)", "NAME")
+_MODULES = Option(
+    None, "modules to train as a whole, beside the adapter, such as lm_head", "NAME", several=True
+)
+_OPTIMIZER = Option(
+    None, "a name, or a call as 'Lion(beta1=0.9)' (default: PyTorch's Adam)", "NAME"
+)
 
 
 class TuningOptions(TypedDict, total=False):
     """The other arguments of `FineTuning`, in their order."""
 
     loss: Annotated["NextToken | str | None", _LOSS]
-    dropout: Annotated[float, Option(0.0, "the share of inputs of A to drop", **_SHARE)]
-    rslora: Annotated[bool, Option(False, "scale by alpha / √rank", **_SWITCH)]
-    dora: Annotated[bool, Option(False, "train magnitudes of the outputs, too (DoRA)", **_SWITCH)]
+    dropout: Annotated[
+        float, Option(0.0, "the share of the adapter's inputs to drop in each step", **_SHARE)
+    ]
+    rslora: Annotated[bool, Option(False, "scale the adapter by alpha / √rank", **_SWITCH)]
+    dora: Annotated[bool, Option(False, "also train the magnitudes of weights (DoRA)", **_SWITCH)]
     modules_to_save: Annotated["str | Sequence[str] | None", _MODULES]
-    bias: Annotated[str, Option("none", "biases to train", **_one_of("none", "all", "lora_only"))]
+    bias: Annotated[
+        str,
+        Option(
+            "none", "which biases to train (default: none)", **_one_of("none", "all", "lora_only")
+        ),
+    ]
     rank_pattern: Annotated["Mapping[str, int] | None", Option(None, _IN_PYTHON)]
     alpha_pattern: Annotated["Mapping[str, float] | None", Option(None, _IN_PYTHON)]
     seed: Annotated[int, Option(0, "nothing: the initial values are those of seed 0")]
     providers: Annotated["Sequence[Any] | None", _PROVIDERS]
     optimizer: Annotated["str | Optimizer | None", _OPTIMIZER]
-    weight_decay: Annotated["float | None", Option(None, "alone, it means AdamW", **_FROM_0)]
-    clip_norm: Annotated["float | None", Option(None, "clip the norm of gradients", **_ABOVE_0)]
+    weight_decay: Annotated[
+        "float | None", Option(None, "of the optimizer; without --optimizer, of AdamW", **_FROM_0)
+    ]
+    clip_norm: Annotated[
+        "float | None", Option(None, "clip the norm of all gradients together to X", **_ABOVE_0)
+    ]
 
 
 TUNING: Mapping[str, Option] = {**FIRST_OPTIONS, **options_of(TuningOptions)}
 """The declarations of the arguments of `FineTuning` but for the folder."""
 
 OF_LOSS: Mapping[str, Option] = {
-    "label_smoothing": Option(0.0, "spread over all tokens; of DPO, wrong preferences", **_FLOAT),
-    "beta": Option(0.1, "of DPO: how strongly to stay at the original (default: 0.1)", **_FLOAT),
+    "label_smoothing": Option(
+        0.0,
+        "the share of a target to spread over all tokens; with DPO, of wrong preferences",
+        **_FLOAT,
+    ),
+    "beta": Option(0.1, "with DPO: how strongly to stay at the original (default: 0.1)", **_FLOAT),
 }
 """The arguments of the losses for which `ortops tune` has options."""
 
@@ -80,7 +117,9 @@ TUNING_FIT: Mapping[str, Option] = {
     "epochs": Option(1, "passes over the data (default: 1)", **_COUNT),
     "batch_size": Option(4, "rows per batch (default: 4)", **_COUNT),
     "max_length": Option(512, "truncate rows to N tokens (default: 512)", **_COUNT),
-    "train_on": Option("assistant", "all replies (default), the last, or all tokens", **_PART),
+    "train_on": Option(
+        "assistant", "what to train: all replies (default), the last one, or all tokens", **_PART
+    ),
     "shuffle": Option(True, "nothing: rows are shuffled"),
     "group_by_length": Option(False, "make batches of rows of similar length", **_SWITCH),
     "packing": Option(False, _PACKING, **_SWITCH),
@@ -89,7 +128,12 @@ TUNING_FIT: Mapping[str, Option] = {
     "validation": Option(None, _HELD_OUT, "DATA"),
     "save": Option(None, "--save"),
     "save_steps": Option(None, "--checkpoint-steps"),
-    "columns": Option(None, "as prompt=question answer=reply", "NAME=COLUMN", several=True),
+    "columns": Option(
+        None,
+        "columns with other names, as prompt=question completion=answer",
+        "NAME=COLUMN",
+        several=True,
+    ),
 }
 """The declarations of the arguments of `FineTuning.fit`; those of sessions come on top."""
 
