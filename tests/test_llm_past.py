@@ -172,7 +172,7 @@ def test_a_convolution_with_an_empty_state_is_torchs(tmp_path: Path) -> None:
         optimizer.step()
         expected.append(loss.item())
     history = tuning.fit(rows, 5, batch_size=2, shuffle=False, progress=False)
-    np.testing.assert_allclose(history.columns["loss"], expected, rtol=1e-4)
+    np.testing.assert_allclose(history.history["loss"], expected, rtol=1e-4)
     with pytest.raises(ArgumentError, match="padding must be 'right', as CausalConvWithState"):
         tuning.fit(rows, padding="left", progress=False)
     for given in ({"rank": 2}, {"rank": None}):

@@ -265,7 +265,9 @@ class Template:
             present = {value.name for value in model.graph.outputs}
             there = {v.name: v for node in model.graph for v in node.outputs}
             model.graph.outputs.extend(
-                there[name] for name in self.extra if name in there and name not in present
+                self._readable(there[name])
+                for name in self.extra
+                if name in there and name not in present
             )
         sizes = sizes_in(model, shapes) if self.gains and shapes is not None else None
         if sizes is not None:
@@ -279,6 +281,19 @@ class Template:
             feeds=self.step.feeds,
             shown=self.shown,
         )
+
+    def _readable(self, value: ir.Value) -> ir.Value:
+        """Returns a tensor as an output; WebGPU computes scalars of float64 in float32."""
+        device, node = self.sessions.device, value.producer()
+        is_scalar = value.dtype == ir.DataType.DOUBLE and value.shape == ()
+        if device is None or device.kind != "webgpu" or not is_scalar or node is None:
+            return value
+        cast = ir.Node("", "Cast", [value], [ir.AttrInt64("to", ir.DataType.FLOAT)])
+        (result,) = cast.outputs
+        result.name, value.name = value.name, f"{value.name}_of_64_bits"
+        result.type, result.shape = ir.TensorType(ir.DataType.FLOAT), value.shape
+        node.append(cast)
+        return result
 
     @property
     def shown(self) -> list[str]:
