@@ -163,22 +163,10 @@ def test_curves_and_folders_are_those_of_peft(exporter: str, tmp_path: Path) -> 
     """Linear layers with and without a bias, called twice, an embedding and a convolution."""
     import peft
     import torch
-    from torch import nn
-    from torch_exports import exported_by
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.emb, self.fc = nn.Embedding(10, 6), nn.Linear(6, 8)
-            self.twice, self.conv = nn.Linear(8, 8, bias=False), nn.Conv1d(8, 4, 3, padding=1)
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = torch.tanh(self.twice(torch.tanh(self.twice(torch.tanh(self.fc(self.emb(x)))))))
-            return self.head(torch.relu(self.conv(h.transpose(1, 2))).mean(-1))
+    from torch_exports import curves_beside_torch, every_layer, exported_by
 
     torch.manual_seed(0)
-    module, x = Net().eval(), torch.randint(0, 10, (4, 5))
+    module, x = every_layer(), torch.randint(0, 10, (4, 5))
     base = exported_by(copy.deepcopy(module), x, exporter)
     layers = ["emb", "fc", "twice", "conv", "head"]
     config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=layers, use_dora=True)
@@ -197,16 +185,7 @@ def test_curves_and_folders_are_those_of_peft(exporter: str, tmp_path: Path) -> 
     session = ortops.TrainingSession(
         ortops.build_training_model(model, loss="MeanSquaredError", optimizer=adam)
     )
-    optimizer, targets = torch.optim.Adam(trained, 0.02), torch.randn(4, 3)
-    curves: list[list[float]] = [[], []]
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss = ((wrapped(x) - targets) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        curves[0].append(float(loss.detach()))
-        step = session.step({"x": x.numpy(), "targets": targets.numpy()})
-        curves[1].append(float(step["loss"]))
+    curves = curves_beside_torch(wrapped, trained, session, x)
     assert curves[0][-1] < 0.8 * curves[0][0]
     np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
     lora.to_peft(session.inference_model(), tmp_path / "written")

@@ -183,7 +183,7 @@ def test_curves_and_folders_are_those_of_peft(name: str, exporter: str, tmp_path
     import peft
     import torch
     from torch import nn
-    from torch_exports import exported_by
+    from torch_exports import curves_beside_torch, exported_by
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -221,16 +221,7 @@ def test_curves_and_folders_are_those_of_peft(name: str, exporter: str, tmp_path
     added = lora.add(base, 2, 3, **ours)
     assert values(added).keys() == values(model).keys()
     assert sum(a.size for a in session.parameters.values()) == sum(p.numel() for p in parameters)
-    optimizer, targets = torch.optim.Adam(parameters, 0.02), torch.randn(4, 3)
-    curves: list[list[float]] = [[], []]
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss = ((wrapped(x) - targets) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        curves[0].append(float(loss.detach()))
-        step = session.step({"x": x.numpy(), "targets": targets.numpy()})
-        curves[1].append(float(step["loss"]))
+    curves = curves_beside_torch(wrapped, parameters, session, x)
     assert curves[0][-1] < 0.95 * curves[0][0]
     np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
     result = session.inference_model()

@@ -67,22 +67,10 @@ def test_unmerged_models_of_peft(exporter: str, tmp_path: Path) -> None:
     """Linear layers, one called twice, an embedding and a convolution."""
     import peft
     import torch
-    from torch import nn
-    from torch_exports import exported_by
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.emb, self.fc = nn.Embedding(10, 6), nn.Linear(6, 8)
-            self.twice, self.conv = nn.Linear(8, 8, bias=False), nn.Conv1d(8, 4, 3, padding=1)
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = torch.tanh(self.twice(torch.tanh(self.twice(torch.tanh(self.fc(self.emb(x)))))))
-            return self.head(torch.relu(self.conv(h.transpose(1, 2))).mean(-1))
+    from torch_exports import every_layer, exported_by
 
     torch.manual_seed(0)
-    module, x = Net().eval(), torch.randint(0, 10, (4, 5))
+    module, x = every_layer(), torch.randint(0, 10, (4, 5))
     layers = ["emb", "fc", "twice", "conv", "head"]
     config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=layers, lora_dropout=0.1)
     wrapped = peft.get_peft_model(copy.deepcopy(module), config).eval()

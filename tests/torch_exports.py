@@ -64,3 +64,49 @@ def exported_by(module: Any, given: Any, exporter: str) -> onnx.ModelProto:
         settings |= {"dynamo": False, "opset_version": 17, "dynamic_axes": {"x": {0: "batch"}}}
         torch.onnx.export(module, (given,), stream, **names, **settings)
     return onnx.load_from_string(stream.getvalue())
+
+
+def every_layer() -> Any:
+    """Returns a module of all layers that PEFT adapts, one of them called twice.
+
+    Its input is 5 indices below 10 in each row, its output 3 numbers.
+    """
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb, self.fc = nn.Embedding(10, 6), nn.Linear(6, 8)
+            self.twice, self.conv = nn.Linear(8, 8, bias=False), nn.Conv1d(8, 4, 3, padding=1)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.twice(torch.tanh(self.twice(torch.tanh(self.fc(self.emb(x)))))))
+            return self.head(torch.relu(self.conv(h.transpose(1, 2))).mean(-1))
+
+    return Net().eval()
+
+
+def curves_beside_torch(module: Any, trained: Any, session: Any, x: Any) -> list[list[float]]:
+    """Returns the losses of 12 steps of Adam on random targets, in PyTorch and in a session.
+
+    Args:
+        module: The module.
+        trained: Its parameters that are trained.
+        session: A session of the same parameters, with mean squared errors and PyTorch's Adam.
+        x: The input, 4 rows.
+    """
+    import torch
+
+    optimizer, targets = torch.optim.Adam(trained, 0.02), torch.randn(4, 3)
+    curves: list[list[float]] = [[], []]
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = ((module(x) - targets) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        curves[0].append(float(loss.detach()))
+        step = session.step({"x": x.numpy(), "targets": targets.numpy()})
+        curves[1].append(float(step["loss"]))
+    return curves

@@ -265,10 +265,10 @@ class Execution:
         step = max(1e-6, shared.seconds) / max(1, shared.steps)
         try:
             faster, shared.choice = choose(found, step, sessions)
-            for turn, part in zip(self.variables.position[0], self._parts, strict=True):
-                template = part.template
-                only = {packed: each for packed, each in found.pop(0).items() if packed in faster}
-                if only and template.compile_updates(turn, only=only):
+            turns = self.variables.position[0]
+            for turn, part, own in zip(turns, self._parts, found, strict=True):
+                only = {packed: each for packed, each in own.items() if packed in faster}
+                if only and part.template.compile_updates(turn, only=only):
                     self._take_packed()
                     part.forget()
         except Exception as error:  # exceptions of llvmlite, and its library's
