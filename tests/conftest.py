@@ -263,10 +263,36 @@ def spread(count: int, of: int) -> set[int]:
     return {round(i * (of - 1) / max(count - 1, 1)) for i in range(count)}
 
 
+def parameters(item: pytest.Item) -> set[tuple[str, Any]]:
+    """Returns the parameters of a case, by value where it can be compared, else by identity."""
+    found: set[tuple[str, Any]] = set()
+    for name, value in item.callspec.params.items():  # type: ignore[attr-defined]
+        try:
+            hash(value)
+        except TypeError:
+            found.add((name, id(value)))
+        else:
+            found.add((name, (type(value), value)))
+    return found
+
+
+def cover(items: list[pytest.Item]) -> set[int]:
+    """Returns the numbers of a few cases in which each value of each parameter occurs."""
+    each = [parameters(item) for item in items]
+    left = set().union(*each)
+    kept: set[int] = set()
+    while left:
+        counts = [len(values & left) for values in each]
+        kept.add(counts.index(max(counts)))
+        left -= each[counts.index(max(counts))]
+    return kept
+
+
 def mark_slow(items: list[pytest.Item]) -> None:
     """Marks the cases of tests marked ``quick(count)`` slow, but for so many of them.
 
-    The others of tests marked ``nightly(count)`` are marked slow and ``left_to_nightly``.
+    The others of tests marked ``nightly(count)`` are marked slow and ``left_to_nightly``; those of
+    ``nightly`` without a count are all but a few in which each value of each parameter occurs.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -276,7 +302,8 @@ def mark_slow(items: list[pytest.Item]) -> None:
         kept: dict[str, set[int]] = {}
         for name in ("quick", "nightly"):
             if mark := each[0].get_closest_marker(name):
-                kept[name] = spread(min(mark.args[0], len(each)), of=len(each))
+                count = min(mark.args[0], len(each)) if mark.args else None
+                kept[name] = cover(each) if count is None else spread(count, of=len(each))
         for number, item in enumerate(each):
             if number in kept.get("quick", ()):
                 continue

@@ -114,6 +114,7 @@ def test_codes_stand_for_the_shares_of_the_paper() -> None:
     np.testing.assert_array_equal(both[3], codes)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("block", [64, 256, 2048])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -236,7 +237,7 @@ def test_state_takes_a_quarter_of_adams_memory() -> None:
     assert own / adams < 0.27  # 2 · (1 + 4 / 256) of 8 bytes, and parts of blocks
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def test_training_equals_that_of_arrays(form: str, tmp_path: Path) -> None:
     assert as_text == pytest.approx(other.evaluate(in_memory)["loss"], rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("form", FORMS)
@@ -135,7 +136,7 @@ def test_few_blocks_are_read_and_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(read) <= 2 * 11
 
 
-@pytest.mark.nightly(6)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("form", ["parquet", "feather", "dataset"])
@@ -203,6 +204,7 @@ def test_balanced_classes(tmp_path: Path) -> None:
     assert one.state["table"].tobytes() == other.state["table"].tobytes()
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("form", ["parquet", "arrow"])

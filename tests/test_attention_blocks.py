@@ -89,7 +89,7 @@ def attention(feeds: dict[str, Array], **settings: Any) -> onnx.ModelProto:
     return model(nodes, inputs, gradients, imports=[("com.microsoft", 1)])
 
 
-@pytest.mark.nightly(11)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("past", [0, 5])
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300])

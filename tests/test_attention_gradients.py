@@ -123,6 +123,7 @@ def gradients(
     return dict(session.gradients(feeds)), spy, feeds
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("shown", [False, True])
@@ -148,6 +149,7 @@ def test_gradients(
     assert sum(last == (side, side) for last in spy.last) == passes
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("changes", [{"between": "Mul"}, {"between": "Dropout"}, {"again": True}])

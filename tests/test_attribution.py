@@ -211,6 +211,7 @@ def test_integrated_gradients_add_up_to_the_difference_of_scores() -> None:
     assert np.allclose(found, scores(IMAGES)[:, 2] - scores(start.copy())[:, 2], rtol=1e-3)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("opset", [21, 22, 24])
 @pytest.mark.parametrize("dtype", ["float", "double", "float16"])

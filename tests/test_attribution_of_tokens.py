@@ -52,6 +52,7 @@ def explain(model: onnx.ModelProto, **feeds: Any) -> np.ndarray:
     return np.asarray(found)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ids", ["int64", "int32"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_token_has_its_part_of_the_score(ids: str, tied: bool) -> None:

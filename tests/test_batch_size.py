@@ -45,6 +45,7 @@ def test_all_rows_if_they_fit(rows: int) -> None:
     assert ortops.find_batch_size(session(), data, largest=50) == min(rows, 50)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("base", [50, 1000])
 @pytest.mark.parametrize("per_row", [0.5, 3, 17])

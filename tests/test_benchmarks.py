@@ -234,6 +234,7 @@ def test_updates_of_the_peers_agree(optimizer: str, tmp_path: Path, workers: Wor
 # ------------------------------------------------------------------------- what is compared tells
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("work", "optimizer"), [("update", "Adam"), ("update", "Momentum"), ("training", "Momentum")]

@@ -130,6 +130,7 @@ CONVOLUTIONS: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]]
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(11)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("case", CONVOLUTIONS)

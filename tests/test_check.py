@@ -184,6 +184,7 @@ def classifier(*, sigmoid: bool = False) -> onnx.ModelProto:
 LOSSES = ["SoftmaxCrossEntropy", "MeanSquaredError", losses.L1("logits")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("trainable", [None, ["v"], ["*"], ["low"], ["nothing"]])
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_it_agrees_with_the_builder(loss, trainable, caplog):

@@ -77,6 +77,7 @@ def expected(model: onnx.ModelProto, feeds: dict[str, Any], cap: bool) -> tuple[
     return loss, np.einsum("bti,btj->ij", x, slope)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("rows_per_chunk", [1, 4, 10**6])
 @pytest.mark.parametrize("after", ["", "cap"])

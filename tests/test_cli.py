@@ -1047,7 +1047,7 @@ def test_hostile_configurations(folder, capsys, content, told):
     assert told in shown
 
 
-@pytest.mark.nightly(5)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000])
 @pytest.mark.parametrize("key", ["ortops.train", "ortops.classes", "ortops.lora"])

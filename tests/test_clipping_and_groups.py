@@ -93,6 +93,7 @@ def no_clip(parameters: Any) -> None:
 # ------------------------------------------------------------------------------------- clipping
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.torch
 @pytest.mark.parametrize("way", WAYS)

@@ -66,7 +66,7 @@ def mean_loss(session: TrainingSession, data: dict[str, Any]) -> float:
     return float(np.mean(found))
 
 
-@pytest.mark.nightly(15)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["lists", "tuple", "samples", "tuples", "dataset", "function"])
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -357,6 +357,7 @@ def test_grouping_keeps_all_rows() -> None:
         assert sorted(grouped(order, lengths, size)) == list(range(37))
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("stop", [1, 2, 4, 7])
 @pytest.mark.parametrize("accumulate", [1, 2])

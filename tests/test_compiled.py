@@ -93,6 +93,7 @@ def test_every_optimizer_gives_the_bits_of_standard_operators(name: str, way: st
     assert "step" not in session.compiled
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @compiled
 @pytest.mark.parametrize("way", WAYS)
@@ -105,6 +106,7 @@ def test_float64(name: str, way: str) -> None:
     assert session.state["w"].dtype == np.float64
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @compiled
 @pytest.mark.parametrize("way", WAYS)

@@ -100,6 +100,7 @@ def test_every_optimizer(name: str, way: str) -> None:
     assert TrainingSession(model, kernels="onnx").compilable == ()
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["SGD", "Momentum", "Adam", "Lion"])
@@ -110,6 +111,7 @@ def test_float64(name: str, way: str) -> None:
     assert {"w", "b"} <= set(session.compiled)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
@@ -147,6 +149,7 @@ def test_some_updates_stay_standard(way: str) -> None:
     assert set(session.compiled) == {"b1", "b1.V"}
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["Momentum", "Adam"])
@@ -382,7 +385,7 @@ def test_options_that_compiled_code_would_not_follow() -> None:
     assert session.compiled
 
 
-@pytest.mark.nightly(7)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.usefixtures("anew")
 @pytest.mark.parametrize("harm", ["import", "library", "version", "code"])
@@ -441,6 +444,7 @@ def test_updates_change_only_if_that_promises_enough(
     assert re.match(expected, session.report().choice)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("compiled", [0.5, 2.0])
 def test_the_faster_is_kept(way: str, compiled: float, monkeypatch: pytest.MonkeyPatch) -> None:

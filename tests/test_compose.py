@@ -133,6 +133,7 @@ def test_trains_as_torch_does() -> None:
         np.testing.assert_allclose(session.state[own], expected, atol=2e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("with_originals", [True, False])
 @pytest.mark.parametrize("opsets", [(21, 21), (18, 23), (18, 18), (19, 20)])

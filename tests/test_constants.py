@@ -531,6 +531,7 @@ _MOVES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", _MOVES)
 @pytest.mark.parametrize("trainable", [None, pytest.param(["*"], marks=pytest.mark.slow)])
 def test_a_weight_is_trained_that_only_the_loss_reads(
@@ -707,6 +708,7 @@ def _positions() -> tuple[Any, Any]:
     return Positions(), torch.randn(2, 7, 6)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("exporter", ["torchscript", "torchscript training", "dynamo training"])

@@ -340,6 +340,7 @@ def test_wrong_losses_are_refused() -> None:
 # --------------------------------------------------------------------- files of PyTorch's exporters
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")  # the exporters warn about themselves

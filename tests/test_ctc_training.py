@@ -71,6 +71,7 @@ def test_predict_needs_no_labels(last: str, outputs: str | None) -> None:
         assert found.shape == (TIMES, ROWS, CLASSES)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("blank", [0, 2, CLASSES - 1])
 @pytest.mark.parametrize("first", [False, True])

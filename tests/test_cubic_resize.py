@@ -93,6 +93,7 @@ def test_other_models_are_not_affected(fault: bool) -> None:
     assert bool(faults.disabled_optimizers(model_of("cubic"))) == fault
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("dynamo", [False, True], ids=["TorchScript", "dynamo"])

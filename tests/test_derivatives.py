@@ -364,6 +364,7 @@ def test_a_rule_may_ask_for_a_gradient() -> None:
 TOLERANCES = {np.float16: 2e-2, np.float32: 1e-5, np.float64: 1e-12}
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("batch", ["batch", 2])

@@ -69,6 +69,7 @@ def random_boxes(shape: tuple[int, ...], box_format: str) -> Array:
     return np.concatenate([low, second], axis=-1)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.torch
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ DEGENERATE = {
 }
 
 
-@pytest.mark.nightly(8)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("name", ["GIoU", "CIoU"])
@@ -348,7 +349,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -147,7 +147,7 @@ def losses(history: Any) -> list[float]:
 SGD = ortops.optimizers.SGD(0.1, momentum=0.9)
 
 
-@pytest.mark.nightly(5)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "options",
@@ -185,6 +185,7 @@ def test_fit_is_that_of_one_process(options: Any, accumulate: int, size: int) ->
     assert norms[1:] == norms[:1] * (size - 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
@@ -226,6 +227,7 @@ def test_accumulated_batches_are_exchanged_once() -> None:
         assert others == [first, first]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -277,6 +279,7 @@ def test_running_statistics_of_accumulated_batches_are_averaged_by_rows() -> Non
         np.testing.assert_allclose(first[name], expected, rtol=ROUNDING)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("counted", [[[2, 4, 3], [2, 4, 3]], [[2, 4, 4], [4, 2, 4]]])
@@ -863,6 +866,7 @@ def test_other_arguments_of_fit_are_refused(name: str) -> None:
         assert said.endswith("another rank has a different value")
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
@@ -886,6 +890,7 @@ def test_other_batches_are_refused(
         assert part in said
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("way", ["step", "fit", "in fit"])

@@ -183,6 +183,7 @@ def test_agrees_with_torch() -> None:
 WIDTHS = {"one graph": 8, "updates apart": 400}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)

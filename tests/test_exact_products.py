@@ -106,7 +106,7 @@ def each(test: Any) -> Any:
     return test
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly
 @pytest.mark.slow
 @each
 def test_several_steps_in_one_run(dtype: str, bits: int, zero_points: bool) -> None:
@@ -125,6 +125,7 @@ def test_several_steps_in_one_run(dtype: str, bits: int, zero_points: bool) -> N
     np.testing.assert_allclose(*evaluated, rtol=tolerance)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @each
 def test_a_step_graph_at_every_optimization_level(dtype: str, bits: int, zero_points: bool) -> None:
@@ -171,6 +172,7 @@ def test_scales_that_are_trained() -> None:
     np.testing.assert_allclose(TrainingSession(built).step(BATCH)["loss"], expected, rtol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bits", [4, 8])

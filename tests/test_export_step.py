@@ -124,7 +124,7 @@ def batches(model: str = "normalizing", steps: int = 4) -> list[Arrays]:
 # ----------------------------------------------------------------------------------- the folder
 
 
-@pytest.mark.nightly(5)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(

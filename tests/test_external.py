@@ -82,6 +82,7 @@ def assert_equal_states(one: ortops.TrainingSession, other: ortops.TrainingSessi
         np.testing.assert_array_equal(array, other.state[name], err_msg=name)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("names", [["head"], None], ids=["head", "all"])
 @pytest.mark.parametrize("source", ["path", "model", "saved"])

@@ -172,6 +172,7 @@ def test_a_fixed_batch_size() -> None:
     assert_same_arrays(dict(session.state), before)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("progress", [False, True])
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class Told(Callback):
 # --------------------------------------------------------------------------- validate_every
 
 
-@pytest.mark.nightly(6)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("form", FORMS)

@@ -244,6 +244,7 @@ def test_a_finished_training_is_prolonged(begun: int, name: str, tmp_path: Path)
         assert session.fit(rows(), resume=True, **arguments(**settings)) == history
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("stop", [1, 4, 6])
 @pytest.mark.parametrize("begun", [2, 9])

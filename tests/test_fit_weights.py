@@ -53,6 +53,7 @@ def in_every_form(data: dict[str, Any]) -> dict[str, Any]:
     return {"dict": data, "tuple": tuple(data.values()), "samples": Samples()}
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["dict", "tuple", "samples"])
 @pytest.mark.parametrize("accumulate", [1, 2])

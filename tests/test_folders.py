@@ -41,6 +41,7 @@ CHANGES: dict[str, Callable[[Any], onnx.ModelProto]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("relative", [False, True])

@@ -75,6 +75,7 @@ def test_values_and_derivatives_of_second_order(jax: Any, f: Function, scalar: F
     assert np.allclose(jax.jit(jax.grad(h))(X), jacobian(loss, X), rtol=1e-10)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("outer", ["jacfwd", "jacrev"])

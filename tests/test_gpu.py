@@ -70,6 +70,7 @@ def test_losses_equal_those_of_the_cpu(name: str) -> None:
     assert expected[-1] != expected[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("model", ["MLP", "LeNet", "transformer block", "LSTM"])
 def test_twenty_steps_and_a_resumed_training(model: str, dtype: str) -> None:

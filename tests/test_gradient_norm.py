@@ -87,6 +87,7 @@ def torch_norms(given: dict[str, float], rows: int) -> list[float]:
     return norms
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.torch
 @pytest.mark.parametrize("accumulate", [2, 1])

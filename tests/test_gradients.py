@@ -160,6 +160,7 @@ def test_of_clipping(way: str) -> None:
     assert_step_is_apply_of_gradients(model, batches, way)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["joined", "apart"])
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
@@ -713,6 +714,7 @@ LOSSES_OF_SUMS: dict[str, Any] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("how", ["after", "plus", "sum", "left"])
 @pytest.mark.parametrize("loss", LOSSES_OF_SUMS)

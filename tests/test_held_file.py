@@ -523,6 +523,7 @@ def test_a_model_in_many_files_takes_few_descriptors(
     assert 1 <= most <= 6  # the model's own file and the others
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("in_one", [False, True], ids=["a file each", "one file"])

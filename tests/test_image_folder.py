@@ -132,7 +132,7 @@ def test_large_folders_are_read_batch_by_batch(monkeypatch: pytest.MonkeyPatch) 
                 given.images(wrong)
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("augment", [[], ["flip", "crop", "rotate", "color", "erase"]])

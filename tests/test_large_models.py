@@ -65,6 +65,7 @@ def product(bits: int, *, zeros: bool, flat: bool, bias: bool) -> tuple[onnx.Mod
     return helper.make_model(graph, opset_imports=imports, ir_version=10), dequantized, w
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("copied", [0, 2**28])
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def with_experts(folder: Path, kind: str, layer: int) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["MoE", "QMoE"])
 @pytest.mark.parametrize("layer", [0, 1])

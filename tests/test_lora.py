@@ -318,6 +318,7 @@ def one_layer(**settings: Any) -> onnx.ModelProto:
     return lora.add(base, rank=4, **settings)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(

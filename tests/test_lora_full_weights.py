@@ -175,6 +175,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript", "training"])

@@ -68,7 +68,7 @@ OF_NOTHING = [
 ]
 
 
-@pytest.mark.nightly(22)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("name", "reduction"), OF_NOTHING)
@@ -258,6 +258,7 @@ def test_fit_goes_on_over_batches_of_nothing(kind: str) -> None:
     assert found[0]["steps"] == 4
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @every_kind
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
@@ -319,6 +320,7 @@ def test_a_function_with_a_loss_of_ortops() -> None:
     assert_finite(session)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("lowered", [False, True])
@@ -390,6 +392,7 @@ def test_the_average_of_a_sum_weighs_each_summand_by_what_counts() -> None:
     np.testing.assert_allclose(entry["loss"], expected, rtol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lowered", [False, True])

@@ -228,6 +228,7 @@ def numeric_gradient(function: Callable[..., Any], ys: dict[str, Array], name: s
     return gradient
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", CASES)

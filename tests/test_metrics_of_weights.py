@@ -19,6 +19,7 @@ CLASSES: dict[Any, str] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", ["labels", "scores", "batches"])
 @pytest.mark.parametrize("average", ["macro", "weighted", "micro"])
 @pytest.mark.parametrize("metric", CLASSES)

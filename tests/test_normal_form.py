@@ -455,6 +455,7 @@ def rank_of_loss(model: onnx.ModelProto) -> int:
     return len(found.type.tensor_type.shape.dim)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(23)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none", None])
 @pytest.mark.parametrize("ignored", [None, 1, -100])

@@ -139,6 +139,7 @@ def torchs_adam(
     return x
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("epsilon", [1e-8, 1e-3, 1.0])
@@ -267,6 +268,7 @@ def run_as_nodes(name: str, update: dict[str, Any], *, symbolic: bool) -> list[A
     return run(tape.model(), feeds)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(54)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("r_dtype", FLOATS, ids=str)

@@ -182,6 +182,7 @@ WAYS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -650,6 +651,7 @@ def epochs_of(model: onnx.ModelProto) -> tuple[list[float], float]:
     return [epoch["loss"] for epoch in history], session.evaluate(data)["loss"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(

@@ -340,6 +340,7 @@ def classes_at(p: Array, labels: Array) -> Array:
     return np.take_along_axis(p, np.expand_dims(labels, axis), axis)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("loss", ["SoftmaxCrossEntropy", "NegativeLogLikelihood", "Focal"])
 @pytest.mark.parametrize("move", MOVES)

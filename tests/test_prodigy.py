@@ -81,7 +81,7 @@ def session(
     return TrainingSession(model, settings=settings)
 
 
-@pytest.mark.nightly(7)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("joined", [None, -1])
 @pytest.mark.parametrize(("kind", "bound"), [("double", 1e-7), ("float", 5e-4)])

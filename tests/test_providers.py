@@ -201,6 +201,7 @@ def test_state_is_set_and_reset(
     assert_same_arrays(by_name(device), by_name(TrainingSession(model)))
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 def test_a_step_moves_no_variable(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings, moved: list[str]

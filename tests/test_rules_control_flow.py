@@ -139,6 +139,7 @@ def recurrence(direction=0, axis=0):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize(("direction", "axis"), [(0, 0), (1, 0), (0, 1)])

@@ -229,6 +229,7 @@ def test_nodes(
     assert [n.op_type for n in emitted if n.op_type != "Constant"] == expected.split()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dims", [(0, 4, 7, 6), ("N", 4, "H", "W")], ids=["static", "symbolic"])
 @by_case([case for case in CONV + TRANSPOSE if case.inputs[0].shape == X])
 def test_empty_batch(case: Case, dims: tuple[str | int, ...]) -> None:

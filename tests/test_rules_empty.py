@@ -80,6 +80,7 @@ ROWS: list[tuple[str, list[Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(44)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize(

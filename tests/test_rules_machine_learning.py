@@ -302,6 +302,7 @@ def whole(nodes, inputs, outputs, **options: Any) -> onnx.ModelProto:
     return model(nodes, inputs, outputs, imports=[(ML, 3)], **options)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(18)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)

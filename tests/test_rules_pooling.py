@@ -256,6 +256,7 @@ def test_ties_and_kinks(
     np.testing.assert_allclose(run(model, {"x": x_array, "w": w})[0][0, 0], expected, rtol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dims", [("N", "C", 8, 6), ("N", 3, "H", "W")], ids=["batch", "sizes"])
 @by_case(AVERAGE + MAXIMUM + NORM)
 def test_unknown_sizes_give_the_same(case: Case, dims: tuple[str | int, ...]) -> None:
@@ -272,6 +273,7 @@ def test_unknown_sizes_give_the_same(case: Case, dims: tuple[str | int, ...]) ->
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(AVERAGE + MAXIMUM + NORM)
 def test_empty_batch(case: Case, symbolic: bool) -> None:
@@ -416,6 +418,7 @@ def test_against_windows_in_float64(
                 np.testing.assert_allclose(found, array, rtol=1e-5, atol=1e-5, err_msg=f"{given}")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("inferred", [False, True], ids=["bare", "inferred by onnx"])
 @pytest.mark.parametrize("op", ["MaxPool", "AveragePool"])

@@ -367,6 +367,7 @@ def build(
     return nodes, inputs, {**feeds, "w": weights}, constants, (wide, total, evaluate)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)
@@ -418,6 +419,7 @@ class Batches(CalibrationDataReader):
         return next(self.batches, None)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("form", list(QuantFormat), ids=str)

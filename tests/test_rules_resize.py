@@ -215,6 +215,7 @@ def output_of(given: Case) -> np.ndarray:
     return run(helper.make_model(graph, opset_imports=imports, ir_version=10), arrays)[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(FORMS, "given")
 def test_sizes_at_run_time_give_the_same(given: Case, symbolic: bool) -> None:

@@ -38,6 +38,7 @@ def squared(name: str) -> list[onnx.NodeProto]:
     return [N("Mul", [name, name], ["square"]), N("Sin", ["square"], ["y"])]
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("position", [0, 1, 2, -1, -3])
@@ -68,6 +69,7 @@ def test_at_several_places_of_one_sequence() -> None:
     check(nodes, arrays(**SHAPES), ["a", "b", "c"])
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("position", [None, 0, 2, 3, -1, -3])
@@ -86,6 +88,7 @@ def test_insert_and_erase(position: int | None, symbolic: bool) -> None:
     check(nodes, feeds, ["a", "b", "c", "d"], symbolic=symbolic)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize(("axis", "new_axis"), [(0, 0), (1, 0), (-1, 0), (0, 1), (2, 1), (-1, 1)])
@@ -101,6 +104,7 @@ def test_concatenation(axis: int, new_axis: int, symbolic: bool) -> None:
     check(nodes, arrays(**shapes), ["a", "b", "c"], symbolic=symbolic)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("split", [None, 2, [1, 3, 1]])

@@ -66,6 +66,7 @@ def test_which_sums(optimizer: Any, sums: int, others: str) -> None:
     assert names <= set(session.report().in_place)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "optimizer",

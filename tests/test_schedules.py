@@ -281,6 +281,7 @@ def test_schedules_need_numpy_alone() -> None:
 # ------------------------------------------------------------------------------------- in steps
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("name", EACH)
@@ -332,6 +333,7 @@ def test_a_training_follows_torchs_schedule(joined: bool) -> None:
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
@@ -500,6 +502,7 @@ def test_a_second_schedule_is_refused() -> None:
 # -------------------------------------------------------------------------------------- copies
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(19)
 @pytest.mark.parametrize(
     "duplicate",

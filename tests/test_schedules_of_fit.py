@@ -63,7 +63,7 @@ def rates(make: Any, given: dict[str, Any], steps: int) -> list[float]:
     return [schedule(n) for n in range(steps)]
 
 
-@pytest.mark.nightly(10)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("case", EACH)
 @pytest.mark.parametrize(
@@ -125,6 +125,7 @@ def test_reset_forgets_the_number() -> None:
         session.step(DATA)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 @pytest.mark.parametrize("net", ["float", "half"])

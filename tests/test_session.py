@@ -80,6 +80,7 @@ def test_forms_of_a_model(tmp_path, kernels, form):
         np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", ["float", "double"])
 @pytest.mark.parametrize("r_kind", ["float", "double"])

@@ -297,6 +297,7 @@ def estimator(name: str) -> Any:
     }[name]
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.sklearn
 @pytest.mark.parametrize("classes", [2, 3])
@@ -608,7 +609,7 @@ def convolutions(folded: bool) -> Any:
     return net
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("mode", ["auto", "train", "frozen"])

@@ -307,6 +307,7 @@ def typed_model(kind: str, size: int = 1) -> onnx.ModelProto:
     return tape.model()
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "value", "given"),

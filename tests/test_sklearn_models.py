@@ -288,7 +288,7 @@ def test_without_zipmap(name: str) -> None:
     check(proto, inputs_of(name))
 
 
-@pytest.mark.nightly(7)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("opset", [12, 15, 18, 21])
 @pytest.mark.parametrize(

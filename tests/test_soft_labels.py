@@ -31,6 +31,7 @@ def session(loss: Any, end: str = "Softmax", dtype: Any = F) -> TrainingSession:
 SOFT_LOSS = SoftmaxCrossEntropy(probabilities=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("end", ["Softmax", "LogSoftmax", ""])
 @pytest.mark.parametrize("kind", ["soft", "one-hot"])

@@ -103,7 +103,7 @@ def with_library(step: onnx.ModelProto) -> onnxruntime.InferenceSession:
 # ------------------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.nightly(8)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)

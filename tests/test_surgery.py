@@ -643,6 +643,7 @@ def attention(batch: int, time: int, heads: int, opset: int = 13) -> onnx.ModelP
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("batch", "time", "heads"), [(1, 5, 2), (1, 1, 1), (2, 2, 2), (3, 5, 2)])
 @pytest.mark.parametrize("opset", [11, 13, 17])

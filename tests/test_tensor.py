@@ -224,6 +224,7 @@ def test_transposes_and_sizes() -> None:
 REDUCTIONS = [None, 0, -1, (0, 2), (), np.int64(1)]
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("keepdims", [False, True])
 @pytest.mark.parametrize("name", ["sum", "prod", "max", "min", "mean"])

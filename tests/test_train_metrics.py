@@ -60,6 +60,7 @@ def shares(outputs: list[np.ndarray], batches: list[Arrays]) -> float:
 # --------------------------------------------------------------------------------- the numbers
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -182,7 +183,7 @@ def fitted(data: Arrays, model: onnx.ModelProto) -> Arrays:
     return given
 
 
-@pytest.mark.nightly(7)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"recompute": "sqrt"}], ids=str)

@@ -124,7 +124,7 @@ def check(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
         assert scale > 0
 
 
-@pytest.mark.nightly(11)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @CELLS
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
@@ -135,7 +135,7 @@ def test_gradients(
     check(*build(operator, direction=direction, symbolic=symbolic, **attributes))
 
 
-@pytest.mark.nightly(22)
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @CELLS
 @pytest.mark.parametrize("optional", ["", "B", "h", "Bh"])
@@ -146,6 +146,7 @@ def test_optional_inputs(
     check(*build(operator, direction=direction, optional=optional, **attributes))
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @CELLS
 @pytest.mark.parametrize("outputs", [["Y"], ["Y_h"]], ids="-".join)
@@ -163,6 +164,7 @@ def test_optional_cell_state(direction: str, outputs: Sequence[str]) -> None:
     check(*build(direction=direction, optional="c", outputs=outputs))
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(3)
 @CELLS
 @pytest.mark.parametrize("xs", ["X", "W", "R", "B", "h"])
@@ -234,6 +236,7 @@ def test_other_forms_of_the_others_stay(operator: str, options: dict[str, Any]) 
     assert all(np.isfinite(array).all() for array in run(ours, feeds))
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.torch
 @pytest.mark.parametrize("form", ["static", "symbolic, Y only", "symbolic, last states only"])

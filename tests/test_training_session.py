@@ -107,6 +107,7 @@ def test_a_step_of_gradient_descent_by_hand() -> None:
         assert set(outputs) == {"loss", "y"}
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

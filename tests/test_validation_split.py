@@ -64,7 +64,7 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.nightly(10)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("form", FORMS)

@@ -578,6 +578,7 @@ def probabilities(given: dict[str, list[float]], centers: list[float]) -> dict[s
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(22)
 @pytest.mark.parametrize("opset", [9, 13, 21])
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -613,6 +614,7 @@ CLASSIFIERS: list[tuple[int, list[Any], str]] = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(17)
 @pytest.mark.parametrize("opset", [9, 13, 21])
 @pytest.mark.parametrize(("outputs", "labels", "transform"), CLASSIFIERS)

@@ -100,7 +100,7 @@ def test_a_warning_would_be_seen(capfd: pytest.CaptureFixture[str]) -> None:
     assert "W:onnxruntime" in capfd.readouterr().err
 
 
-@pytest.mark.nightly(30)
+@pytest.mark.nightly
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(("then", "other"), PAIRS)
 def test_branches_of_several_shapes(

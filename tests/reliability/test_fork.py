@@ -27,7 +27,7 @@ def no_collector() -> Iterator[None]:
 USES = ("made", "stepped", "repeated", "fitted", "cut", "evaluated", "saved")
 
 
-@pytest.mark.nightly(12)
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("used", USES)
 @pytest.mark.parametrize("victim", KINDS)

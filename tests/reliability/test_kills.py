@@ -418,6 +418,7 @@ def aged(folder: Path) -> None:
         os.utime(file, (1e9, 1e9))
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("older", [False, True], ids=["the first", "over an older one"])
 @pytest.mark.parametrize(("name", "every"), EACH)
@@ -450,6 +451,7 @@ def test_a_killed_writer_leaves_old_or_new_files(
     assert wrong == []
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("older", [False, True], ids=["the first", "over an older one"])
 @pytest.mark.parametrize(("name", "every"), EACH)
@@ -534,6 +536,7 @@ def test_links_in_folders_are_replaced_and_those_of_users_followed(
     assert contents(tmp_path / "outside").keys() >= {file.name for file in before}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("kind", ["one file", "below", "several files"])

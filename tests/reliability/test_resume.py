@@ -76,6 +76,7 @@ def test_a_session_goes_on_from_the_file_of_any_step(victim: str, tmp_path: Path
         session.step(kind.batch(done))
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "Adagrad", "Momentum"])
