@@ -112,38 +112,50 @@ class Die(Callback):
 
 
 def main(folder: Path, how: str) -> None:
-    """What each process does."""
+    """What each process does: all that ends well in one start of torchrun, which takes longer."""
+    if how == "dies":
+        _broken(folder, how, [Die()])
+        return
+    import torch.distributed as group
+
+    _cases(folder)
+    _broken(folder, "unbroken", [])
+    group.barrier()
+    group.destroy_process_group()
+    _late(folder, int(os.environ["RANK"]))
+
+
+def _keep(folder: Path, name: str, session: TrainingSession) -> None:
+    np.savez(folder / f"{name}.{os.environ['RANK']}.npz", **_plain(dict(session.state)))
+
+
+def _cases(folder: Path) -> None:
+    """Trains all cases, and until a loss grows."""
     rank = int(os.environ["RANK"])
+    for name in CASES:
+        _keep(folder, name, trained(name, lambda session: join(session, "torch")))
+    held = labelled((6,), rows=8, seed=1)
+    model = build(classifier(), optimizer=ortops.optimizers.SGD(3.0))
+    session = join(TrainingSession(model), ortops.distributed.TorchCommunicator())
+    stopping = EarlyStopping(2, restore_best=folder / "best.onnx")
+    history = session.fit(
+        DATA, epochs=30, batch_size=4, validation=held, callbacks=[stopping], progress=False
+    )
+    found = session.evaluate(held, metrics=["accuracy"])
+    session.save(folder / f"saved.{rank}.onnx")
+    losses = np.array([epoch["validation_loss"] for epoch in history])
+    np.savez(folder / f"stopped.{rank}.npz", losses=losses, **found)
 
-    def keep(name: str, session: TrainingSession) -> None:
-        np.savez(folder / f"{name}.{rank}.npz", **_plain(dict(session.state)))
 
-    if how == "cases":
-        for name in CASES:
-            keep(name, trained(name, lambda session: join(session, "torch")))
-        held = labelled((6,), rows=8, seed=1)
-        model = build(classifier(), optimizer=ortops.optimizers.SGD(3.0))
-        session = join(TrainingSession(model), ortops.distributed.TorchCommunicator())
-        stopping = EarlyStopping(2, restore_best=folder / "best.onnx")
-        history = session.fit(
-            DATA, epochs=30, batch_size=4, validation=held, callbacks=[stopping], progress=False
-        )
-        found = session.evaluate(held, metrics=["accuracy"])
-        session.save(folder / f"saved.{rank}.onnx")
-        losses = np.array([epoch["validation_loss"] for epoch in history])
-        np.savez(folder / f"stopped.{rank}.npz", losses=losses, **found)
-    elif how in ("unbroken", "dies"):
-        file = folder / "run.onnx"
-        start = file if file.exists() else folder / "model.onnx"
-        session = join(TrainingSession(start), "torch")
-        callbacks: list[Callback] = [Checkpoint(file, every=3)]
-        callbacks += [Die()] if how == "dies" else []
-        options: dict[str, Any] = {"epochs": 3, "batch_size": 8, "progress": False}
-        session.fit(DATA, resume=True, callbacks=callbacks, **options)
-        keep(how, session)
-        (folder / f"{how}.{rank}.txt").write_text(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    else:
-        _late(folder, rank)
+def _broken(folder: Path, how: str, callbacks: list[Callback]) -> None:
+    """Trains a model with dropout, from its last file where there is one."""
+    file = folder / f"{how}.onnx"
+    session = join(TrainingSession(file if file.exists() else folder / "dropping.onnx"), "torch")
+    options: dict[str, Any] = {"epochs": 3, "batch_size": 8, "progress": False}
+    session.fit(DATA, resume=True, callbacks=[Checkpoint(file, every=3), *callbacks], **options)
+    _keep(folder, how, session)
+    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (folder / f"{how}.{os.environ['RANK']}.txt").write_text(restarts)
 
 
 def _late(folder: Path, rank: int) -> None:
@@ -199,15 +211,29 @@ def same(first: Arrays, second: Arrays) -> bool:
     )
 
 
+def write_models(folder: Path) -> None:
+    onnx.save(build(classifier()), folder / "model.onnx")
+    dropping = build(classifier(dropout=0.5), optimizer="Adam", seed=2)
+    onnx.save(dropping, folder / "dropping.onnx")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two processes that ended well."""
+    folder = tmp_path_factory.mktemp("ended")
+    write_models(folder)
+    result = launch(folder, "ends")
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.torch
-def test_processes_of_torchrun_train_as_one(tmp_path: Path) -> None:
+def test_processes_of_torchrun_train_as_one(ended: Path) -> None:
     """Both have the same bits, and one process with the whole batches has them within rounding."""
-    result = launch(tmp_path, "cases")
-    assert result.returncode == 0, result.stderr
     wrong = []
     for name in CASES:
-        first, second = read(tmp_path, name)
+        first, second = read(ended, name)
         if not same(first, second):
             wrong.append(f"{name}: the ranks differ")
         if name in DRAWS:
@@ -218,11 +244,10 @@ def test_processes_of_torchrun_train_as_one(tmp_path: Path) -> None:
             if not np.allclose(first[key], array, rtol=tolerance, atol=tolerance):
                 wrong.append(f"{name}: {key} is {first[key]}, not {array}")
     assert not wrong, "\n".join(wrong)
-    assert [file.name for file in sorted(tmp_path.glob("*.onnx"))] == [
-        "best.onnx",
-        "saved.0.onnx",
-    ]
-    stopped = read(tmp_path, "stopped")
+    assert {"best.onnx", "saved.0.onnx"} == {
+        file.name for pattern in ("best*", "saved*") for file in ended.glob(pattern)
+    }
+    stopped = read(ended, "stopped")
     assert same(*stopped)
     assert len(stopped[0]["losses"]) < 30
     best = stopped[0]["losses"].min()
@@ -231,15 +256,13 @@ def test_processes_of_torchrun_train_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_killed_rank_is_restarted_from_the_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_rank_is_restarted_from_the_checkpoint(ended: Path, tmp_path: Path) -> None:
     """torchrun starts both again, and they have the bits of a training that was not broken."""
+    write_models(tmp_path)
+    result = launch(tmp_path, "dies", "--max-restarts", "1")
+    assert result.returncode == 0, result.stderr
     found = {}
-    for how, options in {"unbroken": (), "dies": ("--max-restarts", "1")}.items():
-        folder = tmp_path / how
-        folder.mkdir()
-        onnx.save(build(classifier(dropout=0.5), optimizer="Adam", seed=2), folder / "model.onnx")
-        result = launch(folder, how, *options)
-        assert result.returncode == 0, result.stderr
+    for how, folder in {"unbroken": ended, "dies": tmp_path}.items():
         found[how] = read(folder, how)
         restarts = [(folder / f"{how}.{rank}.txt").read_text() for rank in (0, 1)]
         assert restarts == ["1" if how == "dies" else "0"] * 2
@@ -250,11 +273,8 @@ def test_a_killed_rank_is_restarted_from_the_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_late_rank_is_an_error_after_the_timeout_of_the_group(tmp_path: Path) -> None:
-    onnx.save(build(classifier()), tmp_path / "model.onnx")
-    result = launch(tmp_path, "late")
-    assert result.returncode == 0, result.stderr
-    first, second = ((tmp_path / f"late.{n}.txt").read_text().splitlines() for n in (0, 1))
+def test_a_late_rank_is_an_error_after_the_timeout_of_the_group(ended: Path) -> None:
+    first, second = ((ended / f"late.{n}.txt").read_text().splitlines() for n in (0, 1))
     start = "1: join: sum of TorchCommunicator failed in rank 0 (RuntimeError: "
     assert first[0].startswith(start)
     assert first[1].startswith("2: join: an earlier exchange was interrupted, so the ranks are out")
