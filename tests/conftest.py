@@ -277,14 +277,20 @@ def parameters(item: pytest.Item) -> set[tuple[str, Any]]:
 
 
 def cover(items: list[pytest.Item]) -> set[int]:
-    """Returns the numbers of a few cases in which each value of each parameter occurs."""
+    """Returns the numbers of a few cases in which each value of each parameter occurs.
+
+    Of cases that add as many values, the one with the rarest is taken: so values alternate.
+    """
     each = [parameters(item) for item in items]
     left = set().union(*each)
     kept: set[int] = set()
+    uses: Counter[tuple[str, Any]] = Counter()
     while left:
-        counts = [len(values & left) for values in each]
-        kept.add(counts.index(max(counts)))
-        left -= each[counts.index(max(counts))]
+        ranks = [(-len(values & left), sum(map(uses.__getitem__, values))) for values in each]
+        best = ranks.index(min(ranks))
+        kept.add(best)
+        left -= each[best]
+        uses.update(each[best])
     return kept
 
 

@@ -189,6 +189,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_sessions_follow_the_paper(way: str) -> None:
@@ -313,6 +314,7 @@ def test_the_step_graph_runs_without_ortops() -> None:
         np.testing.assert_allclose(found[f"{name}_new"], session.state[name], rtol=1e-5)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [256, 2048])
 def test_loss_is_that_of_adam(block: int) -> None:

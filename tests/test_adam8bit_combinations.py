@@ -37,6 +37,7 @@ def of_rule(state: Any, name: str, weight: str = "") -> dict[str, Array]:
 # ----------------------------------------------------------------------- other drivers
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("web", [False, True])
 def test_a_driver_follows_the_paper_and_python_goes_on(web: bool, tmp_path: Path) -> None:
@@ -132,6 +133,7 @@ def test_ranks_go_on_from_a_file_bit_for_bit(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ 16 bits
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HALVES, ids=TensorProto.DataType.Name)
 def test_masters_of_16_bits_follow_the_paper(kind: int, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(arrow_module, "_MEMORY", 800)  # fewer bytes than all forms take
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_training_equals_that_of_arrays(form: str, tmp_path: Path) -> None:

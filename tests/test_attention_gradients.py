@@ -164,7 +164,7 @@ def test_other_uses_of_the_probabilities(changes: dict[str, Any], heads: int) ->
             np.testing.assert_array_equal(found[name], value)
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"recompute": "sqrt"}, {"optimizer_in_backward": True}, {"outputs": []}]

@@ -37,6 +37,7 @@ def session() -> TrainingSession:
     )
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 100])
 def test_all_rows_if_they_fit(rows: int) -> None:

@@ -145,7 +145,7 @@ def data(**arrays: np.ndarray) -> Callable[[Path], object]:
     return lambda folder: write_safetensors(folder / "data.safetensors", given | arrays)
 
 
-@pytest.mark.nightly(8)
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "message"),

@@ -818,6 +818,7 @@ class Saving(Counting):
         session.save(self.path)
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("first", [0, 1, 2, 3, 4])
 def test_a_saved_epoch_is_one_that_all_callbacks_have_seen(first: int, tmp_path: Path) -> None:
@@ -950,7 +951,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
     return folder, history
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "last"), [(3, True), (4, False), (8, True), (13, False), (21, True), (24, False)]

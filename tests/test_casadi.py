@@ -74,7 +74,7 @@ def matrix(array: Any) -> Any:
     return array if array.ndim == 2 else array.reshape(-1, 1)
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.optional("casadi", "casadi")
 @pytest.mark.parametrize("name", MODELS)

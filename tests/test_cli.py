@@ -765,6 +765,7 @@ def test_a_training_whose_terminal_is_closed_is_saved(folder):
     assert ortops.TrainingSession("part.onnx").steps_done > 0
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
 @pytest.mark.parametrize(("name", "status"), [("SIGHUP", 129), ("SIGTERM", 143)])
@@ -780,6 +781,7 @@ def test_a_signal_ends_a_training_with_what_to_do_next(folder, name, status):
     assert "  ortops train --resume model.onnx --data train.csv" in told
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="pipes are POSIX's")
 @pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", "2>&1 | head -1"])
@@ -810,6 +812,7 @@ def inputs(folder):
     return folder
 
 
+@pytest.mark.nightly(12)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "command",

@@ -412,6 +412,7 @@ def test_reset_starts_averages_anew() -> None:
 # --------------------------------------------------------------------------------------- groups
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.quick(1)
 @pytest.mark.torch
 @pytest.mark.parametrize("way", WAYS)

@@ -86,7 +86,7 @@ def assert_same_steps(
 # ------------------------------------------------------------------------------------- same bits
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -126,6 +126,7 @@ def test_parameters_of_16_bits_and_their_masters(kind: int, way: str) -> None:
     assert {"w", "w.master", "w.ema", "w.V", "w.H"} <= set(session.compiled)
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_groups_schedule_clipping_decay_and_averages(way: str) -> None:
@@ -161,6 +162,7 @@ def test_gradients_that_are_fed(name: str, way: str) -> None:
     assert {"w0", "w1", "w2"} <= set(session.compiled)
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_dropout(way: str) -> None:
@@ -256,7 +258,7 @@ WAYS_TO_TRAIN = [
 ]
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("train", WAYS_TO_TRAIN, ids=lambda each: each.__name__)
@@ -290,6 +292,7 @@ def test_files_and_resuming(way: str, tmp_path: Path) -> None:
         assert each.compiled
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_several_algorithms(way: str) -> None:

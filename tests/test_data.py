@@ -567,7 +567,7 @@ def test_shuffled_rows_that_are_read_into_the_same_memory(form: str, prefetch: i
     assert_batches(source.epoch(order=np.random.default_rng(7)), cut(data, places))
 
 
-@pytest.mark.nightly(10)
+@pytest.mark.nightly(5)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -62,6 +62,7 @@ print(total.evaluate({"n": 4}))
     assert printed(session + LOADED + arithmetic + LOADED) == ["False", "5", "True"]
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["ortops, onnx_ir, sympy", "sympy, ortops, onnx_ir"])
 def test_others_get_the_module_itself(first: str) -> None:
@@ -97,6 +98,7 @@ print(importlib.reload(_core) is _core)
     assert printed(code + LOADED) == ["def", "__add__", "True", "False"]
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("before", ["import ortops, onnx_ir", "import ortops"])
 def test_threads_that_use_it_first(before: str) -> None:

@@ -192,7 +192,7 @@ def compare_case(case: NodeCase) -> int:
     return sum(compare(kind, model, case.feeds) for kind in ("forward", "reverse"))
 
 
-@pytest.mark.nightly(8)
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("operator", COMPARED)
 def test_what_it_computes(operator: str) -> None:
     compared = 0
@@ -203,7 +203,7 @@ def test_what_it_computes(operator: str) -> None:
     assert compared
 
 
-@pytest.mark.nightly(14)
+@pytest.mark.nightly(7)
 @node_cases.parametrized([name for name in DIFFERENT if name in CASES])
 def test_it_is_different(name: str) -> None:
     with pytest.raises(AssertionError), np.errstate(invalid="ignore"):

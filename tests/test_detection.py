@@ -456,6 +456,7 @@ def separate(data: dict[str, Array], **more: Any) -> float:
     return loss_and_gradients(loss, outputs, {"targets": data["targets"].astype(np.float64)})[0]
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["Sigmoid", "logits"])
 def test_it_reads_the_logits_of_a_joined_output(end: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -486,6 +487,7 @@ def test_float16(caplog: pytest.LogCaptureFixture) -> None:
     assert made.evaluate(data)["loss"] < before
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_parts_of_a_batch_and_weights_of_images(batch_size: int) -> None:

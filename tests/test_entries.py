@@ -204,6 +204,7 @@ def test_a_step_of_an_entry_is_that_of_a_session_with_this_entry(width: int, ker
         assert_same_arrays(dict(session.state), state)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_a_step_runs_all_in_order(width: int) -> None:
@@ -288,6 +289,7 @@ def test_learning_rates() -> None:
         session.learning_rates["second"] = -1
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_a_saved_session_goes_on_bit_for_bit(width: int, tmp_path: Path) -> None:
@@ -516,6 +518,7 @@ def test_validation_with_turns() -> None:
     assert 0 <= entry["validation_accuracy"] <= 1
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 2, 4, 6])
 def test_turns_are_resumed_bit_for_bit(stop: int, tmp_path: Path) -> None:
@@ -797,7 +800,7 @@ def operation_of(rng: np.random.Generator, data: dict[str, Array]) -> Callable[.
     return operations[rng.integers(len(operations))]
 
 
-@pytest.mark.nightly(2)
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", range(8))
 def test_random_operations_give_the_same_after_each_save(draw: int, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_callbacks_are_told_of_validations() -> None:
     ]
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stop", range(1, 7))
@@ -239,7 +239,7 @@ def test_early_stopping_counts_validations(tmp_path: Path) -> None:
     assert_same_arrays(dict(TrainingSession(tmp_path / "best.onnx").state), dict(session.state))
 
 
-@pytest.mark.nightly(2)
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 4, 5, 6, 7, 9])
 def test_early_stopping_goes_on_counting_validations(stop: int, tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_the_entry_of_a_part_is_the_mean_over_its_rows() -> None:
     assert history[1]["loss"] == pytest.approx((losses[4] + losses[5]) / 2)
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["rows", "generator"])
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
@@ -452,6 +452,7 @@ def test_enough_time_changes_nothing() -> None:
 # -------------------------------------------------------------------------------- together
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "given",

@@ -344,6 +344,7 @@ def test_a_schedule_of_epochs_sees_the_new_number_of_them() -> None:
     np.testing.assert_allclose(history.history["learning_rate"], [0.1, 0.05, 0.05, 0.025])
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("schedule", "accumulate", "said"),
@@ -492,6 +493,7 @@ def test_the_file_says_what_was_begun() -> None:
     assert position_in(session.model()) is None
 
 
+@pytest.mark.nightly(9)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("text", "message"),

@@ -267,6 +267,7 @@ def test_quantized_models_have_the_derivatives_of_the_function(jax: Any) -> None
     assert np.array_equal(jax.jacfwd(f.jax())(x), f.jacobian(x))
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision(jax: Any, dtype: str) -> None:

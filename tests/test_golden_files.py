@@ -216,7 +216,7 @@ def test_no_archive_has_changed() -> None:
 # -------------------------------------------------------------------------------- trainable files
 
 
-@pytest.mark.nightly(13)
+@pytest.mark.nightly(7)
 @pytest.mark.quick(1)
 @each(TRAINABLE)
 def test_a_trainable_file_goes_on(golden: Golden, unpack: Unpack) -> None:

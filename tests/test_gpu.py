@@ -52,6 +52,7 @@ def bound(products: int, terms: int, steps: int = 1) -> float:
     return 2 * 4 * math.sqrt(terms) * UNIT * 2 * products * steps
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_losses_equal_those_of_the_cpu(name: str) -> None:
     work: Any = WORKS[name]

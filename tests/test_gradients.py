@@ -99,7 +99,7 @@ def assert_step_is_apply_of_gradients(
 # ------------------------------------------------------------------------- equal to whole steps
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, normalized], ids=[*OPTIMIZERS, "normalized"])
@@ -109,7 +109,7 @@ def test_apply_of_gradients_is_a_step(optimizer: Any, way: str) -> None:
     assert_step_is_apply_of_gradients(model, batches, way)
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_of_batch_normalization(way: str) -> None:
@@ -142,7 +142,7 @@ def test_of_branches(way: str) -> None:
     assert_step_is_apply_of_gradients(model, batches, way)
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_of_clipping(way: str) -> None:
@@ -172,6 +172,7 @@ def test_of_16_bits(kind: int, way: str) -> None:
     assert_step_is_apply_of_gradients(model, batches, way)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["joined", "apart"])
 def test_of_16_bits_with_batch_normalization(way: str) -> None:
@@ -216,6 +217,7 @@ def test_of_two_types(way: str) -> None:
     assert gradients["wide"].dtype == np.float64
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("make", ["mlp", "lenet", "lstm"])
 def test_of_models_with_passes(make: str) -> None:
@@ -326,7 +328,7 @@ def test_running_statistics_come_with_them() -> None:
     assert session.steps_done == 2
 
 
-@pytest.mark.nightly(2)
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_keeps_gradients_alive(way: str) -> None:

@@ -934,6 +934,7 @@ def test_margins_are_those_of_the_loss_function(shallow: Path, smoothing: float)
     assert np.isfinite(mean["reward_margin"])
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 def test_forms_of_preferences_are_the_same(shallow: Path) -> None:
     tuning = FineTuning(shallow, loss="DPO")

@@ -211,7 +211,7 @@ def oracle(torch: Any, graph: Graph, lora: dict[str, Any], form: str, batch: Any
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels)
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize(("form", "opset"), FORMS)

@@ -163,6 +163,7 @@ def test_what_was_exact_stays_exact() -> None:
         np.testing.assert_array_equal(rounded, whole * scale)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.javascript
 @pytest.mark.skipif(not PACKAGE.exists(), reason="transformers.js: ./scripts/web_environment")
@@ -221,6 +222,7 @@ def test_the_command(
     capsys.readouterr()
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 def test_folders_that_are_refused(tuned: Path, loaded: FineTuning) -> None:
     tuning = loaded

@@ -54,6 +54,7 @@ def write(folder: Path, *, mask: Any = None, positions: str = "input") -> Path:
     return folder
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [np.bool_, np.int64, np.float32])
 def test_losses_and_gradients_are_those_of_separate_rows(mask: Any, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def empty(rows: int) -> dict[str, np.ndarray]:
     return {name: np.zeros(shape, np.float32) for name in names}
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 def test_a_cache_that_is_not_fed_is_empty(
     session: ortops.TrainingSession, feeds: dict[str, np.ndarray]
@@ -56,6 +57,7 @@ def test_a_cache_that_is_not_fed_is_empty(
     session.fit(feeds, batch_size=2, progress=False)  # the last batch has one row
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 def test_predict_without_a_cache(
     session: ortops.TrainingSession, feeds: dict[str, np.ndarray]

@@ -156,6 +156,7 @@ def test_dora_where_it_cannot_be() -> None:
             act(broken)
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript", "training"])

@@ -246,7 +246,7 @@ def with_external_data(model: onnx.ModelProto, path: Path) -> Path:
     return path
 
 
-@pytest.mark.nightly(6)
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("make", BASES.values(), ids=BASES)
 def test_the_base_is_the_same_after_a_training(

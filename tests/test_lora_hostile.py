@@ -667,6 +667,7 @@ def test_a_product_that_does_not_fit_is_not_merged(size: int, adapted: onnx.Mode
         lora.merge(broken)
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text",

@@ -217,7 +217,7 @@ def losses_in_peft(wrapped: nn.Module, optimizer: str) -> list[float]:
     return found
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(2)
 @pytest.mark.parametrize("optimizer", RATES)
 @pytest.mark.parametrize(
     "settings",

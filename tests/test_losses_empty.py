@@ -195,7 +195,7 @@ STILL = ortops.optimizers.SGD(0.0)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @every_kind
 def test_a_step_of_nothing_changes_no_weight(kind: str) -> None:
@@ -221,6 +221,7 @@ def test_a_step_of_nothing_changes_no_weight(kind: str) -> None:
     assert all(not array.any() for array in gradients.values())
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.quick(1)
 @every_kind
 def test_an_optimizer_goes_on_as_with_gradients_of_0(kind: str) -> None:
@@ -292,6 +293,7 @@ def test_an_average_of_nothing_is_undefined() -> None:
     assert found == session.evaluate([full], metrics=["accuracy", "perplexity"])
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [NONE, SOME])
 def test_parts_without_labels_add_up_to_the_batch(part: Array) -> None:

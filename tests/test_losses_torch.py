@@ -434,7 +434,7 @@ CTC_KINDS = (
 )
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", CTC_KINDS)
@@ -476,6 +476,7 @@ def is_ctc_of_torch(kind: str, blank: int, batch_first: bool, reduction: Any, dt
     np.testing.assert_allclose(gradient, y.grad, **TOLERANCE[dtype])
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(10))
 def test_ctc_of_random_sizes(seed: int) -> None:

@@ -342,7 +342,7 @@ def test_the_shortest_run(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ measurements
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["MLP", "LeNet", "transformer block", "LSTM"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -458,6 +458,7 @@ PathFinder.find_spec = lambda name, path=None, target=None: (
 SMALL = {"layers": 1, "hidden": 64, "heads": 2, "pairs": 1, "wide": 64, "words": 96}
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_language_model_is_tuned(dtype: str, tmp_path: Path) -> None:

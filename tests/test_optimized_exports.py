@@ -63,7 +63,7 @@ def as_exported(name: str) -> onnx.ModelProto:
     return exported(EXPORTS[name], *built(EXPORTS[name]), "torchscript")
 
 
-@pytest.mark.nightly(5)
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize(
     ("name", "tool"),
     [

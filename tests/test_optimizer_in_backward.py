@@ -89,7 +89,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 del CASES["Prodigy"]
 
 
-@pytest.mark.nightly(5)
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_of_other_sessions(name: str, tmp_path: Path) -> None:
@@ -150,6 +150,7 @@ def read(node: onnx.NodeProto) -> set[str]:
     return names
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adam8bit", "LAMB", "Adafactor"])
 def test_what_writes_a_variable_follows_from_all_that_read_it(

@@ -420,6 +420,7 @@ def nudged(case: Case) -> Iterator[Optimizer]:
             yield replace(optimizer, **{name: value + 0.01 * factor})
 
 
+@pytest.mark.nightly(9)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_bounds_can_fail(name: str) -> None:
@@ -431,7 +432,7 @@ def test_the_bounds_can_fail(name: str) -> None:
             assert_close(found, wanted, start, 1e-6)
 
 
-@pytest.mark.nightly(9)
+@pytest.mark.nightly(5)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
@@ -474,6 +475,7 @@ ONNXRUNTIME = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2]
 SMALLEST = [(), (0,), (1,), (0, 3), (2, 0), (2, 0, 3), (1, 1)]
 
 
+@pytest.mark.nightly(9)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_shape(name: str) -> None:
@@ -524,6 +526,7 @@ def test_zero_gradients_from_the_start_stay_finite(name: str) -> None:
 # ------------------------------------------------------------------------------------- packing
 
 
+@pytest.mark.nightly(10)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.packed])
 def test_rules_by_element_are_packed(name: str) -> None:

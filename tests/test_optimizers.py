@@ -112,6 +112,7 @@ def updates(draw: st.DrawFn, name: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTRIBUTES)
 @given(data=st.data())

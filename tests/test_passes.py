@@ -587,12 +587,14 @@ def in_a_new_process(ending: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["lower", "infer", "train"])
 def test_a_rule_that_is_registered_first_of_all(way: str) -> None:
     assert in_a_new_process(f"register()\nprint({way}())") == "[[7.0, 7.0]]"
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["lower", "infer", "train"])
 def test_a_rule_that_is_registered_later(first: str) -> None:

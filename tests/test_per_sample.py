@@ -73,6 +73,7 @@ MODELS: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_next_to_one_run_for_each_row(name: str) -> None:

@@ -124,7 +124,7 @@ def test_a_training_by_hand() -> None:
     assert history[-1]["learning_rate"] < history[0]["learning_rate"]
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [None, 3])
 @pytest.mark.parametrize("stop", [3, 9, 14, 20, 26, 33])

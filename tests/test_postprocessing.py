@@ -103,6 +103,7 @@ def test_boxes_and_scores_that_are_never_joined() -> None:
     assert [each.shape for each in run(cut)] == [(1, POINTS, 4), (1, CLASSES, POINTS)]
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["joined", "apart"])
 def test_trained_and_written_back(form: str, caplog: pytest.LogCaptureFixture) -> None:

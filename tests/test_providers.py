@@ -127,7 +127,7 @@ def pair(
     )
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 def test_steps_on_a_device_are_the_same(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings, tmp_path: Path
@@ -152,7 +152,7 @@ def test_steps_on_a_device_are_the_same(
         np.testing.assert_allclose(device.state[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.quick(1)
 def test_both_halves_of_a_step(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
@@ -168,7 +168,7 @@ def test_both_halves_of_a_step(
     assert_same_arrays(device.step(batch), ours.step(batch))
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.quick(1)
 def test_several_steps_in_a_run(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
@@ -179,7 +179,7 @@ def test_several_steps_in_a_run(
     assert_same_arrays(by_name(device), by_name(ours))
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.quick(1)
 def test_state_is_set_and_reset(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
@@ -513,7 +513,7 @@ def with_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [None, ON_DEVICE, IN_PLACE], ids=["here", "on the device", "in place"]
@@ -543,6 +543,7 @@ def test_inputs_that_are_copied_when_they_are_bound(
     assert device.evaluate([batch])["loss"] == pytest.approx(cpu.evaluate([batch])["loss"], 1e-4)
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [None, ON_DEVICE, IN_PLACE], ids=["here", "on the device", "in place"]

@@ -88,7 +88,7 @@ def same(model: onnx.ModelProto, batch: dict[str, Array], chosen: Any, **options
         np.testing.assert_allclose(frugal.state[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.nightly(5)
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", [1, 3, 1000, "sqrt"])
 @pytest.mark.parametrize("name", MODELS)

@@ -101,7 +101,7 @@ def test_rules_agree_with_the_reference(name: str) -> None:
     assert all(orders[op] >= 1 for op in required.get(name, ()))
 
 
-@pytest.mark.nightly(2)
+@pytest.mark.nightly(1)
 @NEW
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*TABLES, *MORE_TABLES])

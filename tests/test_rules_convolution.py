@@ -116,6 +116,7 @@ TRANSPOSE = quick(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(9)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CONV + TRANSPOSE)

@@ -125,6 +125,7 @@ CASES = quick(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(20)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)

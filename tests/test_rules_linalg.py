@@ -129,6 +129,7 @@ CASES = quick(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(19)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)

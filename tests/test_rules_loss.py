@@ -63,6 +63,7 @@ CASES = quick(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)
 def test_dot(case: Case, symbolic: bool) -> None:

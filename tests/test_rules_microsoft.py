@@ -863,7 +863,7 @@ def mixed_difference(
     return result / (2 * step) ** len(directions)
 
 
-@pytest.mark.nightly(40)
+@pytest.mark.nightly(22)
 @pytest.mark.quick(6)
 @by_case([case for case in CASES if case.orders > 1])
 def test_higher_orders(case: Fused) -> None:

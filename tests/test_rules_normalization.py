@@ -151,6 +151,7 @@ CASES = quick(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)

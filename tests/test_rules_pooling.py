@@ -166,6 +166,7 @@ UNPOOL = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(AVERAGE + MAXIMUM + NORM + UNPOOL)
 def test_dot(case: Case, symbolic: bool) -> None:
@@ -484,7 +485,7 @@ GRID = list(
 )
 
 
-@pytest.mark.nightly(5)
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("opset", [21, 22])  # before 22, onnx counts windows in the padding

@@ -451,14 +451,14 @@ def is_known(case: Case) -> bool:
     return not (case.attributes.get("layout") and case.lens)
 
 
-@pytest.mark.nightly(44)
+@pytest.mark.nightly(22)
 @pytest.mark.quick(1)
 @by_case(CASES)
 def test_gradient(case):
     check(case, symbolic=False)
 
 
-@pytest.mark.nightly(23)
+@pytest.mark.nightly(12)
 @pytest.mark.quick(1)
 @by_case([*filter(has_shapes, CASES)])
 def test_gradient_at_symbolic_shapes(case):

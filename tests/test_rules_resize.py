@@ -152,6 +152,7 @@ RESIZE = quick(
 FORMS = RESIZE[-len(FORMS) :]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(RESIZE, "given")
 def test_dot(given: Case, symbolic: bool) -> None:

@@ -53,6 +53,7 @@ GRID = quick(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(GRID, "given")

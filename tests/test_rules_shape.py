@@ -222,6 +222,7 @@ CASES = quick(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(21)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)

@@ -88,6 +88,7 @@ CASES = quick(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @by_case(CASES)

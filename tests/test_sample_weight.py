@@ -128,7 +128,7 @@ FURTHER = [
 ]
 
 
-@pytest.mark.nightly(5)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len([*WEIGHED, *FURTHER]), 8))
 def test_a_weight_of_three_is_the_row_three_times(first: int) -> None:
@@ -319,6 +319,7 @@ def test_the_regressor_finds_scikit_learns_weighted_line() -> None:
     assert score == pytest.approx(theirs.score(X, y, sample_weight=w), abs=1e-4)
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.sklearn
 @pytest.mark.parametrize("class_weight", [None, "balanced", {"a": 5.0}])

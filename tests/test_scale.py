@@ -84,6 +84,7 @@ def test_backward_of_each_further_layer_is_the_same(
     assert all(not unread(model.graph) for model in lowered)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [dense, plain])
 def test_work_grows_linearly(layer: Callable[[Tape, Tensor, int], Tensor]) -> None:

@@ -326,7 +326,7 @@ def test_probabilities_of_scikit_learn_are_not_squashed_twice(name: str, classes
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.nightly(5)
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.sklearn
 @pytest.mark.parametrize("classes", [2, 3])
@@ -375,6 +375,7 @@ def test_classifiers_of_scikit_learn(name: str, classes: int) -> None:
     assert after["loss"] == pytest.approx(negative_log_likelihood(p, labels), rel=1e-4)
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.quick(1)
 @pytest.mark.sklearn
 @pytest.mark.parametrize("name", ["linear", "two targets", "pipeline", "network"])
@@ -573,6 +574,7 @@ def test_a_language_model_skips_labels(dynamo: bool, caplog: pytest.LogCaptureFi
     assert after["accuracy"] == (z.argmax(-1) == ids.numpy())[counted].mean() > 0.9
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("dynamo", [False, True])
@@ -651,6 +653,7 @@ def test_batch_normalization_as_in_torch(mode: Any, named: str | None, dynamo: b
             np.testing.assert_allclose(arrays[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("dynamo", [False, True])
@@ -675,6 +678,7 @@ def test_folded_normalization_leaves_weights(dynamo: bool) -> None:
     assert sorted(head.parameters) == ["classifier.bias", "classifier.weight"]
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("dynamo", [False, True])

@@ -385,7 +385,7 @@ def log_model(features: int, outputs: int) -> onnx.ModelProto:
     return mlp.mlp((features, 4, outputs))
 
 
-@pytest.mark.nightly(2)
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "callback",

@@ -63,6 +63,7 @@ def draw(rows: int, time: int, capacity: int) -> dict[str, Any]:
     return feeds | {"cos": np.cos(angles), "sin": np.sin(angles)}
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("capacity", [0, 3, 5])
 def test_prompts(capacity: int) -> None:
@@ -79,6 +80,7 @@ def test_prompts(capacity: int) -> None:
         assert not a[~np.broadcast_to(real, a.shape)].any()
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", [3, 5])
 def test_steps_are_those_of_onnxruntime(capacity: int) -> None:

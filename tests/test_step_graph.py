@@ -204,6 +204,7 @@ def test_any_optimization_gives_the_same_numbers(level: Any) -> None:
 FOUR = {"mlp": mlp, "lenet": lenet, "resnet": resnet, "transformer": transformer}
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
 def test_the_four_models(name: str) -> None:
@@ -327,6 +328,7 @@ SHARING = {
 }
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("make", SHARING.values(), ids=SHARING)
 def test_onnxruntime_shares_the_forward_pass(make: Any, tmp_path: Path) -> None:

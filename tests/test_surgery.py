@@ -1135,7 +1135,7 @@ def torch_module(kind: str, batch: int) -> tuple[Any, Any, int]:
             return Transformer(kind == "transformer"), ids, 5
 
 
-@pytest.mark.nightly(5)
+@pytest.mark.nightly(3)
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamo", [False, True])

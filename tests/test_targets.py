@@ -72,6 +72,7 @@ def domains(model: onnx.ModelProto) -> set[str]:
     return inside(model.graph.node)
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_are_the_same(name: str) -> None:

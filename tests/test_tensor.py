@@ -100,6 +100,7 @@ def test_binary_operators(function: Function, dtypes: tuple[str, ...]) -> None:
                 agrees(function, x, array(dtype, 6, seed=2))  # broadcast
 
 
+@pytest.mark.nightly(9)
 @pytest.mark.quick(1)
 @binary
 def test_arrays_and_numbers_on_either_side(function: Function, dtypes: tuple[str, ...]) -> None:

@@ -182,7 +182,7 @@ LOSS_BOUND = 1e-5
 WEIGHT_BOUND = 1e-4
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(2)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
@@ -255,7 +255,7 @@ def adam_oracle(
     return losses, values(module)
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("way", ["joined", "apart", "python"])
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_adam_is_not_torchs() -> None:
     assert deviation(state, weights, initial(proto)) > 10 * WEIGHT_BOUND
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 @pytest.mark.parametrize("model", ["mlp", "lenet", "transformer"])

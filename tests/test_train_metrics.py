@@ -183,7 +183,7 @@ def fitted(data: Arrays, model: onnx.ModelProto) -> Arrays:
     return given
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(7)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"recompute": "sqrt"}], ids=str)
@@ -301,7 +301,7 @@ class Largest(StreamingMetric):
         return self.largest
 
 
-@pytest.mark.nightly(5)
+@pytest.mark.nightly(2)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])

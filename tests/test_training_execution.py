@@ -136,7 +136,7 @@ WAYS = {
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-@pytest.mark.nightly(14)
+@pytest.mark.nightly(7)
 @pytest.mark.quick(1)
 @every_way
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
@@ -321,7 +321,7 @@ def test_state_is_whole_while_steps_are_made(way: str) -> None:
 # ---------------------------------------------------------------------------------- run_steps
 
 
-@pytest.mark.nightly(12)
+@pytest.mark.nightly(6)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
 def test_run_steps_are_steps(optimizer: Any) -> None:

@@ -817,6 +817,7 @@ def with_feed(**changes: Any) -> Any:
     return {name: array for name, array in batch.items() if array is not None}
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("feeds", "message"),

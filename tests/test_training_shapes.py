@@ -46,6 +46,7 @@ def spy() -> Spy:
     return Spy()
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [SGD(0.1), Momentum(0.1)], ids=["SGD", "Momentum"])
 def test_batches_of_changing_size(spy: Spy, optimizer: Any) -> None:

@@ -265,6 +265,7 @@ def test_an_adapter() -> None:
     assert_close(device.state, cpu.state, 1e-4)
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "optimizer", ["SGD", "NAdam", "RAdam", "Lion", "LAMB", "Adafactor", "Muon"]

@@ -47,7 +47,7 @@ def weighed(loss: Any = None, optimizer: Any = None, **more: Any) -> Any:
 # ---------------------------------------------------------------------------- against PyTorch
 
 
-@pytest.mark.nightly(6)
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # torch, of its KLDivLoss

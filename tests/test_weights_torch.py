@@ -198,7 +198,7 @@ def check_round_trip(
     return names
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(2)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(
     ("build", "random"),

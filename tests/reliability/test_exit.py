@@ -47,7 +47,7 @@ def run_with(victim: str, code: str) -> str:
     return run_code(PRELUDE.format(victim=victim) + code).strip()
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("victim", SMALL)
 def test_a_step_at_exit_is_made_or_says_why(victim: str) -> None:
     """By a function of atexit, when threads can no longer be asked for anything."""
@@ -66,7 +66,7 @@ def test_a_step_at_exit_is_made_or_says_why(victim: str) -> None:
     assert shown == "whole"
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("victim", SMALL)
 def test_a_step_of_a_finalizer_is_made_or_says_why(victim: str) -> None:
     """That of a global, which runs when nothing can be imported any more."""
@@ -88,7 +88,7 @@ def test_a_step_of_a_finalizer_is_made_or_says_why(victim: str) -> None:
     assert shown == "whole"
 
 
-@pytest.mark.nightly(3)
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("victim", SMALL)
 def test_a_daemon_that_steps_neither_holds_up_the_end_nor_aborts_it(victim: str) -> None:
     code = """
@@ -159,7 +159,7 @@ MAKING = {
 interrupts = pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT")
 
 
-@pytest.mark.nightly(2)
+@pytest.mark.nightly(1)
 @interrupts
 @pytest.mark.parametrize("what", MAKING)
 def test_ctrl_c_while_a_session_is_made_ends_the_process_as_elsewhere(what: str) -> None:
@@ -176,6 +176,7 @@ def test_ctrl_c_while_a_session_is_made_ends_the_process_as_elsewhere(what: str)
         assert "KeyboardInterrupt" in done.stderr
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.parametrize("what", MAKING)
 def test_a_daemon_that_makes_sessions_neither_holds_up_the_end_nor_aborts_it(what: str) -> None:
     code = f"""

@@ -113,6 +113,7 @@ def save_many(limit: int, path: str, first: int, count: int, read: str) -> None:
         ortops.save_model(marked(number), path)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 def test_two_savers_and_a_reader(limit: int, tmp_path: Path) -> None:
     path, count = tmp_path / "model.onnx", 40 * SOAK
@@ -220,6 +221,7 @@ def interrupted_at(number: int, function: Callable[[], object]) -> bool:
 
 
 # One between the end of a block and that of its `with` leaves Python to close the file, loudly.
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*unclosed file|Exception ignored in.*FileIO")
 def test_an_interrupt_at_any_line_is_an_interrupt(
@@ -273,6 +275,7 @@ def interrupt_many(limit: int, path: str, count: int) -> None:
     sys.stdout.write(json.dumps(outcomes))
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 def test_interrupts_at_any_time_are_interrupts(limit: int, tmp_path: Path) -> None:
     with started(interrupt_many, limit, tmp_path / "model.onnx", 60 * SOAK) as process:
@@ -299,6 +302,7 @@ def kill_at_each_call(limit: int, path: str) -> None:
     sys.stdout.write(json.dumps(outcomes))
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 def test_what_killed_processes_leave_is_removed(limit: int, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"

@@ -55,6 +55,7 @@ def run_with(code: str) -> str:
     return run_code(PRELUDE + code).strip()
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -208,7 +209,7 @@ def run_blocked(code: str) -> None:
     run_code(PRELUDE + BLOCKED + code)
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.parametrize("block", WAYS)
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_signal_does_not_wait_for_data(block: str, prefetch: int) -> None:
@@ -236,6 +237,7 @@ def test_a_signal_does_not_wait_for_the_first_batch() -> None:
     )
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_signal_does_not_wait_for_the_data_of_an_evaluation(prefetch: int) -> None:
     run_blocked(
@@ -251,6 +253,7 @@ def test_a_signal_does_not_wait_for_the_data_of_an_evaluation(prefetch: int) -> 
     )
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_signal_between_accumulated_batches(prefetch: int) -> None:
     """What was read since the last step is read again."""
@@ -267,6 +270,7 @@ def test_a_signal_between_accumulated_batches(prefetch: int) -> None:
     )
 
 
+@pytest.mark.nightly(2)
 @pytest.mark.parametrize(
     "reaction", ["pass", "return", "raise RuntimeError('reading was cut off')", "raise KeyError"]
 )

@@ -109,7 +109,7 @@ def run_forked(victim: str, works: str) -> None:
     assert run_code(IN_FORKED_PROCESSES.format(victim=victim, works=works), timeout=250) == ""
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @forks
 @pytest.mark.parametrize("victim", KINDS)
@@ -118,7 +118,7 @@ def test_a_forked_process_ends_with_a_parents_session(victim: str) -> None:
     run_forked(victim, "[(frees,), (keeps,), (trains_its_own,)]")
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @forks
 @pytest.mark.parametrize("victim", KINDS)

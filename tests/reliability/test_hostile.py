@@ -277,6 +277,7 @@ CHANGES = {"bytes": mutated, "fields": distorted, "forms": twisted, "metadata": 
 KINDS = ("model", "trainable", "step_graph", "control_flow", "composed")
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_file_is_taken_or_refused(kind: str, tmp_path: Path) -> None:

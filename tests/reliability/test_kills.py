@@ -171,6 +171,7 @@ def test_a_killed_tuning_goes_on(tune: Tune, tmp_path: Path) -> None:
     assert tune.what_is_wrong_after(kinds) == []
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["external data", "several files", "over an older one"])
 def test_other_killed_tunings_go_on(

@@ -48,7 +48,7 @@ KILLED = """
 """
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
 @pytest.mark.parametrize("victim", KINDS)
@@ -59,6 +59,7 @@ def test_a_kill_leaves_the_last_file_or_the_next(victim: str) -> None:
     assert run_code(code, timeout=60 + 10 * tries) == f"killed {tries}\n"
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("victim", KINDS)
 def test_a_session_goes_on_from_the_file_of_any_step(victim: str, tmp_path: Path) -> None:

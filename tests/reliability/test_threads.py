@@ -34,7 +34,7 @@ MADE = {"step": 1, "run_steps": 3, "fit": 2}
 """How many steps each makes."""
 
 
-@pytest.mark.nightly(4)
+@pytest.mark.nightly(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", KINDS)
 def test_threads_see_whole_steps_and_lose_none(victim: str, tmp_path: Path) -> None:
