@@ -466,7 +466,8 @@ def test_an_asynchronous_run_has_a_recorder_of_its_own() -> None:
 def run_python(code: str) -> None:
     """Runs code next to these tests' own modules; it must end well and without a warning."""
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here), *filter(None, [os.getenv("PYTHONPATH")])])
+    folders = (here / "without_torch", here.parent, here)
+    path = os.pathsep.join([*map(str, folders), *filter(None, [os.getenv("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": path},

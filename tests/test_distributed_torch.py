@@ -284,4 +284,5 @@ def test_a_late_rank_is_an_error_after_the_timeout_of_the_group(ended: Path) -> 
 
 
 if __name__ == "__main__":
+    sys.modules["transformers"] = None  # type: ignore[assignment]  # as tests/without_torch
     main(Path(sys.argv[1]), sys.argv[2])

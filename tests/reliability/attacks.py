@@ -578,7 +578,7 @@ def run_python(arguments: list[str], *, timeout: float = 60) -> subprocess.Compl
     """
     path = os.pathsep.join(
         [
-            *map(str, (TESTS.parents[1], TESTS.parent, TESTS)),
+            *map(str, (TESTS.parent / "without_torch", TESTS.parents[1], TESTS.parent, TESTS)),
             *filter(None, [os.getenv("PYTHONPATH")]),
         ]
     )
@@ -586,8 +586,7 @@ def run_python(arguments: list[str], *, timeout: float = 60) -> subprocess.Compl
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             command,
-            # onnxruntime_extensions imports transformers, which would import PyTorch.
-            env={**os.environ, "PYTHONPATH": path, "USE_TORCH": "0"},
+            env={**os.environ, "PYTHONPATH": path},
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
