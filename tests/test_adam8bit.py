@@ -190,7 +190,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.nightly(2)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_sessions_follow_the_paper(way: str) -> None:
     session = TrainingSession(build(), **WAYS[way])

@@ -240,6 +240,7 @@ def test_noise_is_normally_distributed(opset: int, dtype: str) -> None:
     assert abs(np.corrcoef(drawn)[0, 1]) < 0.06
 
 
+@pytest.mark.slow
 def test_noise_without_samples_of_it_is_saliency() -> None:
     found = run(attribution.smooth_grad(network(), samples=3, noise=0), x=IMAGES)
     expected = run(attribution.saliency(network()), x=IMAGES)

@@ -590,7 +590,7 @@ NETS: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("net", NETS)
 def test_training_step(net: str) -> None:
     build, sample = NETS[net]

@@ -158,7 +158,7 @@ def overfitting() -> tuple[TrainingSession, Arrays, Arrays]:
     return TrainingSession(model), data, held
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["memory", "file"])
 def test_restore_best_goes_back_to_the_end_of_the_best_epoch(kept: str, tmp_path: Path) -> None:
     session, data, held = overfitting()
@@ -293,6 +293,7 @@ def test_a_prolonged_training_goes_on_from_the_best_epoch_that_was_restored(
 # ------------------------------------------------------------------------------ best model
 
 
+@pytest.mark.slow
 def test_best_model_is_the_session_of_the_best_epoch(tmp_path: Path) -> None:
     session, data, held = overfitting()
     best = BestModel(tmp_path / "best.onnx")

@@ -78,7 +78,7 @@ def expected(model: onnx.ModelProto, feeds: dict[str, Any], cap: bool) -> tuple[
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_per_chunk", [1, 4, 10**6])
 @pytest.mark.parametrize("after", ["", "cap"])
 @pytest.mark.parametrize("ignored", [True, False])

@@ -83,6 +83,7 @@ def accuracy(path: str) -> float:
 # ----------------------------------------------------------------------------- the way through
 
 
+@pytest.mark.slow
 def test_train_eval_predict_export(folder, capsys):
     before = accuracy("model.onnx")
     assert train("--epochs", "20", "--save", "trained.onnx") == 0
@@ -225,6 +226,7 @@ def test_a_table_with_class_names(folder, capsys):
     assert "the class 'west', which is unknown to the model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_columns_are_named(folder, capsys):
     text = Path("train.csv").read_text().replace("x,y,labels", "a,b,kind")
     Path("named.csv").write_text(text)
@@ -653,6 +655,7 @@ def test_resume_refuses_a_file_without_a_training(folder, capsys):
     assert Path("other.onnx").read_bytes() == content
 
 
+@pytest.mark.slow
 def test_options_from_a_file(folder, capsys):
     assert train("--epochs", "2", "--save", "first.onnx", "--write-config", "train.toml") == 0
     written = tomllib.loads(Path("train.toml").read_text())
@@ -1051,7 +1054,7 @@ def test_hostile_configurations(folder, capsys, content, told):
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000])
 @pytest.mark.parametrize("key", ["ortops.train", "ortops.classes", "ortops.lora"])
 def test_hostile_metadata(folder, capsys, key, text):
@@ -1282,6 +1285,7 @@ def test_inspect_tells_what_there_is_in_files_of_others(folder, capsys):
     assert "learning rate" not in shown
 
 
+@pytest.mark.slow
 def test_adapters(folder, capsys):
     onnx.save(mlp.mlp((4, 16, 2)), "mlp.onnx")
     add = ["lora", "add", "mlp.onnx", "adapted.onnx", "--rank", "2", "--targets", "fc*"]

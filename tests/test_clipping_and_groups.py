@@ -94,7 +94,7 @@ def no_clip(parameters: Any) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"clip_value": 0.02}, {"both": True}])

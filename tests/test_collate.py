@@ -139,6 +139,7 @@ def test_predictions_are_in_the_order_of_the_rows() -> None:
     np.testing.assert_array_equal(labelled, found)
 
 
+@pytest.mark.slow
 def test_labels_are_padded_with_what_the_loss_ignores() -> None:
     loss = losses.SoftmaxCrossEntropy(ignore_index=-1, axis=2)
     session = built(TAGGER, loss, table=(9, 4), w=(4, 3))
@@ -185,6 +186,7 @@ def test_weights_of_positions_exclude_padding() -> None:
     assert whole == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_lengths_of_ctc() -> None:
     text = "g (float[batch, time, 4] audio) => (float[batch, time, 5] y) { y = MatMul(audio, w) }"
     session = built(text, losses.CTC(batch_first=True), w=(4, 5))
@@ -309,6 +311,7 @@ def test_weights_of_rows_go_with_samples() -> None:
     session.fit(data, collate="pad", class_weight="balanced", progress=False)
 
 
+@pytest.mark.slow
 def test_validation_split_and_batch_size() -> None:
     session = masked()
     history = session.fit(rows(), collate="pad", validation_split=0.3, progress=False)

@@ -129,7 +129,7 @@ def test_parameters_of_16_bits_and_their_masters(kind: int, way: str) -> None:
     assert {"w", "w.master", "w.ema", "w.V", "w.H"} <= set(session.compiled)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("way", WAYS)
 def test_groups_schedule_clipping_decay_and_averages(way: str) -> None:
@@ -146,7 +146,7 @@ def test_groups_schedule_clipping_decay_and_averages(way: str) -> None:
     assert {"w1", "b1", "w1.ema", "b1.ema"} <= set(session.compiled)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("way", WAYS)
 def test_numbers_that_are_no_numbers(way: str) -> None:

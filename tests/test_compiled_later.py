@@ -112,7 +112,7 @@ def test_float64(name: str, way: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_parameters_of_16_bits_and_their_masters(kind: int, way: str) -> None:
@@ -163,7 +163,7 @@ def test_gradients_that_are_fed(name: str, way: str) -> None:
 
 
 @pytest.mark.nightly(2)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_dropout(way: str) -> None:
     assert_same_steps(build(classifier(dropout=0.5), "Adam"), batches() * 2, WAYS[way])
@@ -274,7 +274,7 @@ def test_other_ways_to_train(train: Callable[[TrainingSession], None], way: str)
         assert {"w1", "w1.V", "b1"} <= set(session.compiled) or (at_once and change > 1)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_files_and_resuming(way: str, tmp_path: Path) -> None:
     model = build(classifier(), "Adam")

@@ -72,7 +72,7 @@ def test_predict_needs_no_labels(last: str, outputs: str | None) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("blank", [0, 2, CLASSES - 1])
 @pytest.mark.parametrize("first", [False, True])
 def test_the_edit_distance_has_the_arguments_of_the_loss(blank: int, *, first: bool) -> None:

@@ -105,7 +105,7 @@ def feeds(graph: onnx.ModelProto, case: str) -> dict[str, np.ndarray]:
     return {name: known[name] for name in names}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_steps_for_cuda_compute_the_same(case: str) -> None:
     """On the CPU, which has kernels for both forms."""

@@ -796,6 +796,7 @@ def test_errors_come_in_their_turn_with_their_traceback(error: BaseException) ->
     assert threads() == 0
 
 
+@pytest.mark.slow
 def test_the_thread_ends_with_the_one_who_asks() -> None:
     closed = threading.Event()
 

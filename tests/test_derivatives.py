@@ -901,7 +901,7 @@ def test_a_loss_of_forces_beside_layers_that_train_otherwise() -> None:
     np.testing.assert_allclose(found, (forces**2).mean(), rtol=1e-4)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("lowered", [False, True])
 def test_weights_are_trained_through_entries_of_a_jacobian(tmp_path: Path, lowered: bool) -> None:
     model = derivatives.jacobian(layer(np.float32), lowered=lowered)

@@ -128,7 +128,7 @@ DEGENERATE = {
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("name", ["GIoU", "CIoU"])
 @pytest.mark.parametrize("target", [[1, 1, 3, 3], [0, 0, 0, 0], [1, 2, 3, 2]])
@@ -522,7 +522,7 @@ def test_accumulated_parts_and_other_weights_to_train() -> None:
         )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("label", [CLASSES, 0.5])
 def test_a_class_that_does_not_exist_fails(label: float) -> None:
     data = detections()
@@ -570,6 +570,7 @@ def test_tensors_of_another_shape() -> None:
         loss_and_gradients(ALIGNED, {"y": np.zeros((2, 4, POINTS))}, {})
 
 
+@pytest.mark.slow
 def test_the_model_still_runs_in_onnxruntime() -> None:
     made = session(ALIGNED)
     made.fit(detections(), batch_size=2, epochs=2, progress=False)

@@ -186,7 +186,7 @@ def test_fit_is_that_of_one_process(options: Any, accumulate: int, size: int) ->
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     "weights", [{"class_weight": "balanced"}, {"sample_weight": np.arange(33) % 4 / 2}]
@@ -280,7 +280,7 @@ def test_running_statistics_of_accumulated_batches_are_averaged_by_rows() -> Non
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("counted", [[[2, 4, 3], [2, 4, 3]], [[2, 4, 4], [4, 2, 4]]])
 def test_parts_that_do_not_add_up_are_refused_in_all_ranks(
@@ -422,6 +422,7 @@ def test_parameters_of_16_bits(overflows: bool) -> None:
         assert np.array_equal(first[2][name], array) == overflows
 
 
+@pytest.mark.slow
 def test_statistics_are_averaged_by_rows(caplog: pytest.LogCaptureFixture) -> None:
     """Each part is normalized by itself, as two sessions do, whose gradients numpy averages."""
     model = build(normalizing(), optimizer=SGD, seed=5)
@@ -586,6 +587,7 @@ def test_early_stopping_ends_all(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- the start
 
 
+@pytest.mark.slow
 def test_variables_become_those_of_rank_0() -> None:
     """Of all types, and again after `reset`."""
     model = build(half(classifier(dropout=0.5), TensorProto.BFLOAT16), seed=4)
@@ -772,6 +774,7 @@ def test_fixed_batches_are_not_divided() -> None:
         fit_joined(model, affine_batch(8), batch_size=4)
 
 
+@pytest.mark.slow
 def test_parts_that_do_not_add_up_are_refused() -> None:
     """Two means that count different elements of the same rows."""
     counting = ortops.losses.SoftmaxCrossEntropy("logits", ignore_index=0)
@@ -968,6 +971,7 @@ def test_data_that_differ_are_said(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
+@pytest.mark.slow
 def test_batches_without_common_rows_are_not_divided() -> None:
     with ortops.Tape(name="scaled") as tape:
         x = tape.input("x", np.float32, ["batch", 4])

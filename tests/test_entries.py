@@ -136,6 +136,7 @@ def test_inputs_of_equal_name_type_and_shape_are_shared() -> None:
 # ---------------------------------------------------------------------------------------- steps
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_agrees_with_torch() -> None:
     import torch
@@ -331,6 +332,7 @@ def test_reset_resets_all_entries() -> None:
     assert_same_arrays(dict(session.state), start)
 
 
+@pytest.mark.slow
 def test_add_training_to_a_trained_model() -> None:
     """The state of the first entry is kept."""
     model = build_training_model(
@@ -692,7 +694,7 @@ def test_metrics_of_training_of_an_entry() -> None:
     assert_same_arrays(dict(session.state), dict(other.state))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["main", "other"])
 def test_each_entry_has_outputs_in_training_mode_of_its_own(entry: str) -> None:
     """Its metrics of training are those of a file without the other entry."""

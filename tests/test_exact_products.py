@@ -126,7 +126,7 @@ def test_several_steps_in_one_run(dtype: str, bits: int, zero_points: bool) -> N
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @each
 def test_a_step_graph_at_every_optimization_level(dtype: str, bits: int, zero_points: bool) -> None:
     step = ortops.lower(ortops.step_graph(trainable(dtype, bits, zero_points), defaults=True))
@@ -173,7 +173,7 @@ def test_scales_that_are_trained() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_dequantized_weights_that_onnxruntime_fuses(dtype: str, bits: int) -> None:

@@ -426,6 +426,7 @@ def test_an_export_replaces_an_earlier_one(tmp_path: Path) -> None:
     assert (tmp_path / "model.onnx").read_bytes() == b"trained elsewhere"
 
 
+@pytest.mark.slow
 def test_nothing_is_written_where_a_type_has_no_name(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("ortops.graph.safetensors._NAMES", {})
     with pytest.raises(UnsupportedError, match="safetensors does not support"):
@@ -481,7 +482,7 @@ def test_two_halves_are_a_step(model: str) -> None:
         np.testing.assert_allclose(array, session.state[name], rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [None, "gradients", "apply"])
 def test_without_defaults_all_has_to_be_fed(part: Any) -> None:
     given = trainable()

@@ -141,6 +141,7 @@ def test_a_session_goes_on_when_the_files_that_it_came_from_are_gone(tmp_path: P
     assert_equal_states(ortops.TrainingSession(path), session)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_limit")
 def test_a_file_is_replaced_and_keeps_the_data_of_one_before(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.onnx"

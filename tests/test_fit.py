@@ -105,6 +105,7 @@ def test_the_same_seed_gives_the_same_training(seed: int) -> None:
     assert np.any(sessions[0].state["w1"] != sessions[2].state["w1"])
 
 
+@pytest.mark.slow
 def test_a_resumed_training_is_the_one_that_never_stopped(tmp_path: Path) -> None:
     data = labelled((1, 4, 4), rows=20)
     model = build_training_model(normalizing(), loss="SoftmaxCrossEntropy", optimizer="Adam")
@@ -119,6 +120,7 @@ def test_a_resumed_training_is_the_one_that_never_stopped(tmp_path: Path) -> Non
     assert_same_arrays(dict(resumed.state), dict(whole.state))
 
 
+@pytest.mark.slow
 def test_learns() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(300, 6)).astype(np.float32)
@@ -392,6 +394,7 @@ class AsciiTerminal(Terminal):
         return super().write(text)
 
 
+@pytest.mark.slow
 def test_a_file_gets_one_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     session = classifying()
     data = labelled((6,), rows=10)
@@ -649,6 +652,7 @@ def test_a_history_is_a_list_and_a_table() -> None:
     assert History().table() == "epoch"
 
 
+@pytest.mark.slow
 def test_all_rows_in_one_batch_of_a_fixed_size_need_no_batch_size() -> None:
     for size in (1, 4):
         session, rows = affine_session(batch=size), affine_batch(size)

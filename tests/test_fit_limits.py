@@ -112,7 +112,7 @@ class Told(Callback):
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("every", [1, 3, 4])
@@ -286,7 +286,7 @@ def test_early_stopping_goes_on_counting_validations(stop: int, tmp_path: Path) 
 
 
 @pytest.mark.nightly(4)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("count", [1, 4, 5, 12, 13])

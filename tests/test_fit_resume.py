@@ -229,7 +229,7 @@ PROLONGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.nightly(3)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("begun", [1, 2])
 @pytest.mark.parametrize("name", list(PROLONGED))
 def test_a_finished_training_is_prolonged(begun: int, name: str, tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_a_schedule_of_epochs_sees_the_new_number_of_them() -> None:
 
 
 @pytest.mark.nightly(4)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "accumulate", "said"),
     [

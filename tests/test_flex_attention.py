@@ -87,6 +87,7 @@ def feeds() -> Mapping[str, Any]:
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
+@pytest.mark.slow
 def test_the_cases_of_onnx() -> None:
     found = cases()
     assert len(found) == 11

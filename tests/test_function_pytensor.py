@@ -69,6 +69,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(5)
 
 
+@pytest.mark.slow
 def test_values_and_static_shapes(pytensor: Any, pt: Any, f: Function) -> None:
     apply, x = f.pytensor(), pt.dmatrix("x")
     y = apply(x)
@@ -109,6 +110,7 @@ def test_forward_mode(pytensor: Any, pt: Any, gradient: Any, f: Function) -> Non
     )
 
 
+@pytest.mark.slow
 def test_weights_as_inputs(gradient: Any, scalar: Function) -> None:
     other = rng().normal(size=W1.shape)
     apply = scalar.reading(["w1"]).pytensor()

@@ -442,7 +442,7 @@ def test_a_folder_of_peft_is_read(golden: Golden, unpack: Unpack) -> None:
 # -------------------------------------------------------------------------------- exported steps
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @each(EXPORTED)
 def test_a_driver_trains_from_an_exported_folder(golden: Golden, unpack: Unpack) -> None:
     folder = unpack(golden) / golden.name
@@ -480,7 +480,7 @@ def test_an_exported_state_goes_on_in_python(golden: Golden, unpack: Unpack) -> 
     assert_as_expected(session.state, expected.part("after"), golden.tolerance)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.javascript
 @each(EXPORTED)
 def test_the_driver_in_javascript_trains_from_an_exported_folder(

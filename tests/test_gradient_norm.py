@@ -88,7 +88,7 @@ def torch_norms(given: dict[str, float], rows: int) -> list[float]:
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("accumulate", [2, 1])
 @pytest.mark.parametrize("given", [{"clip_norm": 0.25, "clip_value": 0.1}, {"clip_norm": 0.25}])
@@ -105,7 +105,7 @@ def test_the_norm_is_what_torchs_clipping_returns(given: Any, accumulate: int) -
                 np.testing.assert_allclose(mean, np.mean(expected), rtol=1e-5)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [2, 1])
 def test_files_without_the_note_train_alike_and_have_no_norm(accumulate: int) -> None:
     model = trainable(clip_norm=0.25)
@@ -146,7 +146,7 @@ def test_fit_opens_no_graph_again(monkeypatch: pytest.MonkeyPatch) -> None:
         fit(sessions[1], {"x": ones, "for_a": ones, "for_b": ones}, **options)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [2, 1])
 def test_a_resumed_epoch_has_the_mean_over_all_its_steps(tmp_path: Path, accumulate: int) -> None:
     unbroken, _ = fit(TrainingSession(trainable(clip_norm=0.25)), accumulate=accumulate, epochs=2)
@@ -159,6 +159,7 @@ def test_a_resumed_epoch_has_the_mean_over_all_its_steps(tmp_path: Path, accumul
     assert history == unbroken
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_none_is_refused() -> None:
     session = TrainingSession(trainable(clip_norm=0.25))
     fit(session, max_steps=2)

@@ -201,7 +201,7 @@ def test_of_float64_and_of_gradients_of_gradients(way: str) -> None:
     assert_step_is_apply_of_gradients(model, batches, way)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["joined", "apart"])
 def test_of_two_types(way: str) -> None:
     with Tape(name="two types") as tape:
@@ -573,6 +573,7 @@ def test_parts_add_up_to_the_batch(name: str) -> None:
         np.testing.assert_allclose(session.state[variable], array, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_parts_that_do_not_add_up_are_refused() -> None:
     mixed = SoftmaxCrossEntropy() + SoftmaxCrossEntropy(reduction="sum")
     gradients = TrainingSession(build(classifier(), loss=mixed)).gradients(labelled((6,)))

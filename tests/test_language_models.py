@@ -32,7 +32,7 @@ def test_folders_of_onnxruntime_genai(kind: Kind, tmp_path: Path) -> None:
     assert cells == [DONE, DONE if kind.is_float else NOT_TRIED, DONE, DONE, DONE]
 
 
-@pytest.mark.nightly(1)
+@pytest.mark.nightly(0)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.optional("transformers", "export")

@@ -112,6 +112,7 @@ def served(folder: Path, tokens: list[int], *, active: bool) -> np.ndarray:
     return session.run(["logits"], feeds, options)[0]
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 def test_train_save_serve_and_continue(folder: Path, tmp_path: Path) -> None:
     rate = schedules.warmup_linear(0.02, steps=40, warmup=2)
@@ -590,6 +591,7 @@ def test_the_command(
         assert message.replace("base0", base.name) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_with_a_schedule(base: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input_ids": [1, 2, 3]}\n' * 5)

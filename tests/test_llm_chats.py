@@ -108,6 +108,7 @@ def test_masks_are_those_of_transformers(tmp_path: Path, here: None) -> None:
     compare(tmp_path, TOKENIZERS, list(CHATS), list(FAMILIES))
 
 
+@pytest.mark.slow
 @pytest.mark.optional("transformers", "export")
 def test_a_sample_of_the_masks(tmp_path: Path, here: None) -> None:
     families = ["Llama 2", "Mistral 3", "Phi 3", "DeepSeek R1", "Harmony"]
@@ -462,6 +463,7 @@ def test_rows_of_files_are_those_in_memory(
             read(tmp_path / "empty")
 
 
+@pytest.mark.slow
 @pytest.mark.optional("pyarrow", "tables")
 def test_rows_of_parquet_are_those_in_memory(tmp_path: Path, here: None) -> None:
     import pyarrow

@@ -99,6 +99,7 @@ def test_the_command_line_has_each_argument_or_says_where_else() -> None:
                 assert known.issuperset(wanted)
 
 
+@pytest.mark.slow
 def test_foreign_names_lead_to_ours(capsys: pytest.CaptureFixture[str]) -> None:
     known = {*TUNING, *OF_LOSS, *TUNING_FIT, *SHARED_FIT}
     with all_violations() as check:
@@ -358,6 +359,7 @@ def test_all_weights_are_trained_saved_and_resumed(tmp_path: Path) -> None:
         again.save(tmp_path / "adapter")
 
 
+@pytest.mark.slow
 def test_all_weights_are_refused_with_what_needs_an_adapter(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ def test_they_are_refused_with_the_call(
     assert np.isfinite(session.step(feeds)["loss"])
 
 
+@pytest.mark.slow
 def test_a_language_model_is_not(tmp_path: Path) -> None:
     write(tmp_path, inputs="attention_mask position_ids")
     assert not check_folder(tmp_path).problems

@@ -435,6 +435,7 @@ def test_data_are_blamed_for_what_only_they_do(plain: FineTuning, tmp_path: Path
         plain.generate([{"role": "user", "content": ["a"]}])
 
 
+@pytest.mark.slow
 def test_threads_get_their_own_tokens(tmp_path: Path) -> None:
     tokenizer = Tokenizer(open_folder(files(tmp_path / "base")))
     texts = [chr(number) * 50 for number in range(65, 91)] * 4

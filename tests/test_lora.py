@@ -971,6 +971,7 @@ def test_an_adapter_of_a_training(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_adapter_files_that_do_not_fit(tmp_path: Path) -> None:
     base = lora.add(two_layers(), rank=2)
     path = tmp_path / "a.onnx_adapter"

@@ -41,7 +41,7 @@ def trained(model: onnx.ModelProto, steps: int = 5) -> ortops.TrainingSession:
     return session
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 def test_only_the_adapter_and_the_named_weights_are_trained() -> None:
     both = ["fc.lora_A.weight", "fc.lora_B.weight"]
     for settings, expected in (

@@ -213,7 +213,7 @@ def test_g_idx_is_refused() -> None:
         lora.add(model, targets=["*layers.0*qkv_proj*"])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), [(32, 4), (4, 32)])
 def test_an_adapter_fits_the_model_in_another_precision(
     one: int, other: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

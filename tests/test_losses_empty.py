@@ -105,6 +105,7 @@ def test_rows_without_labels_count_as_nothing_in_dice_of_samples() -> None:
     np.testing.assert_allclose(value, sum(v * c for v, c in parts) / 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_targets_of_no_labels_in_ctc() -> None:
     """Of blanks alone: minus the logarithms of their probabilities."""
     y = RNG.normal(size=(5, 2, 3))
@@ -222,7 +223,7 @@ def test_a_step_of_nothing_changes_no_weight(kind: str) -> None:
 
 
 @pytest.mark.nightly(3)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @every_kind
 def test_an_optimizer_goes_on_as_with_gradients_of_0(kind: str) -> None:
     """Momentum moves weights on, weight decay shrinks them, as in a step of PyTorch's."""

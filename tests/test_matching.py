@@ -274,6 +274,7 @@ def inside(text: str, case: Case) -> onnx.ModelProto:
     return made
 
 
+@pytest.mark.slow
 def test_bodies_are_rewritten() -> None:
     with all_violations() as check:
         for (where, text), (name, case) in itertools.product(BODIES.items(), CASES.items()):

@@ -400,6 +400,7 @@ def violations_of(rows: Sequence[Case], first: int = 0) -> None:
                 check(each, symbolic=symbolic)
 
 
+@pytest.mark.slow
 def test_drawn_cases_of_onnxruntime_training() -> None:
     violations_of(DRAWN)
 

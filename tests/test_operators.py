@@ -106,6 +106,7 @@ def broadcast(schema: Any) -> bool:
     return any(y is not None and y.shape == (3, 2) for y in found)
 
 
+@pytest.mark.slow
 def test_what_is_elementwise_is_what_onnx_computes_so() -> None:
     """So that neither a new operator of ONNX, nor one with a new rule, is forgotten."""
     schemas = [each for each in onnx.defs.get_all_schemas() if each.domain == ""]
@@ -192,6 +193,7 @@ def collections_of_operators(path: Path) -> Iterator[tuple[str, int]]:
         yield ast.unparse(target), len(found)
 
 
+@pytest.mark.slow
 def test_there_is_no_other_table_of_facts() -> None:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):

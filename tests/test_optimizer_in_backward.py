@@ -113,7 +113,7 @@ def test_the_bits_are_those_of_other_sessions(name: str, tmp_path: Path) -> None
     assert early.steps_done == 1
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_large_variables_are_updated_in_pieces(rows: int) -> None:
     settings = Settings(joined=-1, chunk=WIDTH * WIDTH // rows)

@@ -73,6 +73,7 @@ def parts(model: onnx.ModelProto) -> tuple[list[str], set[str], set[str]]:
     )
 
 
+@pytest.mark.slow
 def test_what_other_outputs_need_is_left_out(tmp_path: Path) -> None:
     model = two_headed()
     session = trained(model)

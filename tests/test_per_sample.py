@@ -101,7 +101,7 @@ def test_next_to_one_run_for_each_row(name: str) -> None:
             np.testing.assert_allclose(array[row], other, rtol=1e-3, atol=1e-5 * size + 1e-7)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, 1e6])
 def test_clipped_rows_are_summed(max_norm: float) -> None:
     model = lenet.lenet()

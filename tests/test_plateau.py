@@ -103,6 +103,7 @@ def model(optimizer: Any = None) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_training_by_hand() -> None:
     """The same with a learning rate that the test sets."""
     whole = TrainingSession(model())
@@ -202,6 +203,7 @@ def test_wrong_arguments(given: Any, message: str) -> None:
         ReduceLROnPlateau(**given)
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_missing() -> None:
     session = TrainingSession(model())
     plateau = ReduceLROnPlateau(monitor="validation_f1", mode="max")

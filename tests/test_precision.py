@@ -711,6 +711,7 @@ def controlled() -> onnx.ModelProto:
     return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 21)])
 
 
+@pytest.mark.slow
 def test_what_bfloat16_is_in_a_model() -> None:
     """In a Constant, a branch, a shape's filling, a type to cast to: nothing of it is left."""
     feeds = {"x": np.ones((4, 3)), "targets": np.full((4, 3), 17.0)}

@@ -103,6 +103,7 @@ def test_the_file_goes_on_giving_probabilities(tmp_path: Any) -> None:
     np.testing.assert_allclose(y, softmax(X @ session.state["w"]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_binary_cross_entropy_finds_logits_of_a_sigmoid() -> None:
     targets = (X[:, :3] > 0).astype(np.float32)
     z = (X @ W).astype(np.float64)

@@ -115,6 +115,7 @@ def test_what_is_no_property(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dict(session.properties) == GIVEN
 
 
+@pytest.mark.slow
 def test_properties_of_a_damaged_file() -> None:
     with all_violations() as check:
         for text, message in (

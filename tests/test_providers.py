@@ -66,7 +66,7 @@ MODELS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_norm_of_gradients_on_a_device(accumulate: int) -> None:
     """It is missing only where updates overwrite the variables after the run of the gradients."""
@@ -153,7 +153,7 @@ def test_steps_on_a_device_are_the_same(
 
 
 @pytest.mark.nightly(2)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 def test_both_halves_of_a_step(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
 ) -> None:
@@ -180,7 +180,7 @@ def test_several_steps_in_a_run(
 
 
 @pytest.mark.nightly(2)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 def test_state_is_set_and_reset(
     work: tuple[onnx.ModelProto, dict[str, np.ndarray]], on_device: Settings
 ) -> None:
@@ -233,7 +233,7 @@ def test_large_models_are_updated_in_place(
         assert set(tensors.values()) == {in_place}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [ON_DEVICE, IN_PLACE], ids=["one run", "in place"])
 def test_small_variables_of_a_device_are_updated_together(settings: Settings) -> None:
     """By one formula, which takes a square root; a large variable by itself."""

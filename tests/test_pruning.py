@@ -424,6 +424,7 @@ def loss(model: onnx.ModelProto, samples: digits.Samples) -> float:
     return float(np.mean(np.log(np.exp(logits).sum(axis=1)) - chosen))
 
 
+@pytest.mark.slow
 def test_taylor_removes_what_changes_the_loss_least() -> None:
     """The oracle scales the weights that read a channel, and looks how the loss changes."""
     model = lenet.lenet(channels=(4, 6), hidden=8)

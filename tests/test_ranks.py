@@ -65,7 +65,7 @@ def model(lifted: str, body: str) -> onnx.ModelProto:
             h = Mul (x, w) {body} }}""")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["MeanSquaredError", "BinaryCrossEntropy"])
 def test_numbers_that_add_axes(loss: str) -> None:
     x = np.random.default_rng(0).normal(size=(3, 4))

@@ -60,6 +60,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
+@pytest.mark.slow
 def test_several_steps_do_not_wait_for_their_losses(seen: list[str]) -> None:
     batches = [labelled((6,), seed=seed) for seed in range(70)]
     session, other = session_of(), session_of()
@@ -148,7 +149,7 @@ def test_a_long_epoch_keeps_few_losses(seen: list[str]) -> None:
     assert seen == ["waits", *parts[0], *parts[1], *parts[2]]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_training_that_ended_with_an_error_goes_on(tmp_path: Path, ignored: bool) -> None:
     """The file has the sums of all steps before it, though nobody had read them."""

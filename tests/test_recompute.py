@@ -182,7 +182,7 @@ def chosen(widths: tuple[int, ...], count: int) -> list[str]:
     return found
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("widths", "layers"),
     [

@@ -41,7 +41,7 @@ def yaml(path: Path) -> Any:
     return pytest.importorskip("ruamel.yaml").YAML(typ="safe").load(path)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.optional("check_jsonschema", "lint")
 @pytest.mark.parametrize("schema", FILES)
 def test_files_of_github_have_the_form_that_it_reads(schema: str) -> None:

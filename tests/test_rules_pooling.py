@@ -378,7 +378,7 @@ def test_a_kernel_much_larger_than_an_input_of_unknown_size(op: str) -> None:
     np.testing.assert_allclose(run(model, {"x": x, "w": w})[0], expected, rtol=1e-5)
 
 
-@pytest.mark.nightly(2)
+@pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [21, 22])
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_split(axis: int, split: int | list[int] | None, symbolic: bool) -> None
         check(nodes, arrays(x=(5, 5)), ["x"], symbolic=symbolic)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_map(symbolic: bool) -> None:
     body = subgraph(
@@ -234,6 +234,7 @@ def test_loop_that_appends_reads_no_sequence_in_the_backward_pass() -> None:
     assert not [n for body in bodies for n in body.node if n.op_type == "Loop"]
 
 
+@pytest.mark.slow
 def test_loop_that_reads_what_it_appended() -> None:
     inside = [
         N("SequenceAt", ["s", "i"], ["e"]),
@@ -254,6 +255,7 @@ def test_loop_that_reads_what_it_appended() -> None:
     check(nodes, arrays(a=(2, 3), b=(2, 3), w=(2, 3)), ["a", "b", "w"])
 
 
+@pytest.mark.slow
 def test_loop_that_replaces_elements_of_a_sequence() -> None:
     inside = [
         N("SequenceAt", ["s", "i"], ["e"]),
@@ -266,6 +268,7 @@ def test_loop_that_replaces_elements_of_a_sequence() -> None:
     check(nodes, arrays(**SHAPES, w=(2, 3)), ["a", "b", "c", "w"])
 
 
+@pytest.mark.slow
 def test_loop_that_reads_a_sequence_from_outside() -> None:
     inside = [
         N("SequenceAt", ["outside", "i"], ["e"]),

@@ -109,6 +109,7 @@ def test_work_of_a_training_step_grows_linearly() -> None:
     assert many < 5.5 * few, (few, many)
 
 
+@pytest.mark.nightly(0)
 @pytest.mark.slow
 def test_five_thousand_nodes() -> None:
     model = chain(dense, 1000)

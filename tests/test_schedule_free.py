@@ -70,6 +70,7 @@ def test_a_warmup_weights_iterates_by_the_largest_rate() -> None:
     np.testing.assert_allclose(trained.state["w.A"], average, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_resumes_and_resets_exactly(tmp_path: Path) -> None:
     first = session(ScheduleFreeAdamW(0.0625, **SETTINGS))
     first.run_steps(BATCHES[:6])

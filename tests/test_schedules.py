@@ -169,6 +169,7 @@ def test_a_fraction_of_warm_up_steps_is_that_of_transformers() -> None:
                     np.testing.assert_allclose(found(np.arange(steps)), expected, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_fraction_of_the_steps_of_fit() -> None:
     """Each schedule then needs the number of steps, which `fit` tells the graph."""
     for schedule, known in (
@@ -302,7 +303,7 @@ def test_steps_follow_the_formula(name: str, joined: bool) -> None:
     assert session.peak_learning_rate == session.state["learning_rate"] == 0.5
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_training_follows_torchs_schedule(joined: bool) -> None:
@@ -370,7 +371,7 @@ def test_a_step_graph_in_a_plain_session_follows_it(optimizer: Any, lowered: boo
         np.testing.assert_allclose(array, ours.state[name], rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["peak_learning_rate", "learning_rate"])
 def test_to_set_the_learning_rate_rescales(name: str) -> None:
     groups = {"b1": {"learning_rate": 0.05}}
@@ -444,7 +445,7 @@ def test_a_schedule_of_ones_own() -> None:
     assert flat.step(batch(0))["scheduled_learning_rate"] == np.float32(0.05)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [np.int64, np.uint8])
 def test_counts_may_be_numpys(kind: Callable[[int], Any]) -> None:
     """As of lengths that numpy computed; where Tensors are divided they are floats as ever."""

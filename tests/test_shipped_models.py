@@ -298,7 +298,7 @@ def estimator(name: str) -> Any:
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.sklearn
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize("name", ["GaussianNB", "MultinomialNB", "BernoulliNB", "calibrated"])
@@ -376,7 +376,7 @@ def test_classifiers_of_scikit_learn(name: str, classes: int) -> None:
 
 
 @pytest.mark.nightly(2)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.sklearn
 @pytest.mark.parametrize("name", ["linear", "two targets", "pipeline", "network"])
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")

@@ -93,6 +93,7 @@ def test_the_best_epoch_on_the_rows_that_are_set_aside(kind: str) -> None:
     assert steps <= len(scores) * -(-(len(x) - len(held)) // 32)  # the others alone are trained
 
 
+@pytest.mark.slow
 @pytest.mark.optional("sklearn", "sklearn")
 def test_settings_of_early_stopping() -> None:
     from sklearn.exceptions import NotFittedError

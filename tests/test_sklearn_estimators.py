@@ -243,7 +243,7 @@ def test_a_search_with_processes(iris):
     assert search.best_score_ > 0.9
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [1, 2])
 def test_a_regressor(targets):
     from sklearn.datasets import make_regression

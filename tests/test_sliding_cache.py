@@ -64,7 +64,7 @@ def draw(rows: int, time: int, capacity: int) -> dict[str, Any]:
 
 
 @pytest.mark.nightly(2)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [0, 3, 5])
 def test_prompts(capacity: int) -> None:
     """Padded prompts are those of a cache that keeps everything; its gradients have a test."""

@@ -342,6 +342,7 @@ def test_onnxruntime_shares_the_forward_pass(make: Any, tmp_path: Path) -> None:
     assert once["MatMul"] + once["Gemm"] + once["Conv"] > 0
 
 
+@pytest.mark.slow
 def test_lowering_a_step_graph_gives_the_same_numbers() -> None:
     step = step_graph(trainable("normalizing", "Adam"))
     lowered = ortops.lower(step)

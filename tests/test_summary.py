@@ -73,6 +73,7 @@ def test_long_symbolic_dimensions_are_cut() -> None:
     assert f"output y: FLOAT[batch,3,{HEIGHT},width]" in report.text(everything=True)
 
 
+@pytest.mark.slow
 def test_losses_of_sequences_and_maps_fit() -> None:
     assert "CTC" in check(pixels(3)).fitting
     assert "Dice" in check(pixels(4)).fitting

@@ -91,6 +91,7 @@ def test_building_and_check_say_what_was_copied(
     assert "ortops.surgery.tie(model, ['embedding'" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_all_copies_in_the_original_are_written(tmp_path: Path) -> None:
     original = copied()
     path = tmp_path / "trainable.onnx"

@@ -315,6 +315,7 @@ def test_epsilon_after_correction_is_torchs(model: str, kind: type[Adam | AdamW]
     assert np.max(np.abs(np.divide(before, expected) - 1)) > 1e-6
 
 
+@pytest.mark.slow
 def test_adamw_with_the_default_epsilon_is_close_to_torchs() -> None:
     # With 1e-8 the two differ only where a gradient is that small: a person will not tell.
     definition = MODELS["lenet"]

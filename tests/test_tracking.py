@@ -113,6 +113,7 @@ def test_a_resumed_training_continues_its_run(wandb_runs: list[FakeRun], tmp_pat
     assert [step for step, _ in wandb_runs[1].logged] == [8, 12, 16]
 
 
+@pytest.mark.slow
 def test_a_run_fails_with_its_training(wandb_runs: list[FakeRun]) -> None:
     with pytest.raises(RuntimeError, match="broken"):
         session().fit(affine_batch(20), epochs=3, callbacks=[Tracker("wandb"), Breaking()], **QUIET)

@@ -246,6 +246,7 @@ def test_kernels_of_updates(kernels: Any) -> None:
 # ------------------------------------------------------------------------ nothing else changes
 
 
+@pytest.mark.slow
 def test_steps_are_the_same(tmp_path: Path) -> None:
     model = build_training_model(squashed(), loss="SoftmaxCrossEntropy", optimizer=Adam(0.05))
     plain, session = TrainingSession(model), TrainingSession(model)
@@ -302,7 +303,7 @@ class Largest(StreamingMetric):
 
 
 @pytest.mark.nightly(2)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
 def test_the_rows_before_a_resume_count(stop: int, accumulate: int, tmp_path: Path) -> None:
@@ -392,6 +393,7 @@ def test_what_keeps_all_rows_is_left_out_of_the_resumed_epoch(
     assert caplog.text.count("is left out in the epoch that is resumed") == 2
 
 
+@pytest.mark.slow
 def test_a_damaged_state() -> None:
     session = TrainingSession(build(classifier()))
     session.fit(DATA, callbacks=[StopAt(2)], **arguments(metrics=["accuracy", "f1"]))

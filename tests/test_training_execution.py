@@ -137,7 +137,7 @@ every_way = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.mark.nightly(7)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @every_way
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
@@ -341,6 +341,7 @@ def test_run_steps_are_steps(optimizer: Any) -> None:
     np.testing.assert_allclose(again, [one.step(b)["loss"] for b in batches[:2]], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_run_steps_with_statistics_and_dropout() -> None:
     model = ortops.build_training_model(normalizing(), loss="SoftmaxCrossEntropy", optimizer="Adam")
     batches = [labelled((1, 4, 4), seed=seed) for seed in range(5)]
@@ -408,6 +409,7 @@ def test_gradients_that_are_fed(kernels: Any, way: str) -> None:
         np.testing.assert_allclose(session.state[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_fed_and_read_elsewhere() -> None:
     model = works.Update(20).trainable("Momentum")
     graph = model.training_info[0].algorithm

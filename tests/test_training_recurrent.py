@@ -315,6 +315,7 @@ def test_higher_order_stays() -> None:
     assert lowered(proto, RECURRENT) == lowered(proto)
 
 
+@pytest.mark.slow
 def test_training() -> None:
     """A net is trained as with onnxruntime's LSTM, on batches of changing sizes."""
     trainable = build_training_model(lstm(5, width=6), loss="SoftmaxCrossEntropy", optimizer="SGD")

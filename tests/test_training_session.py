@@ -715,7 +715,7 @@ def test_without_a_learning_rate() -> None:
 # --------------------------------------------------------------------------------- evaluation
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [normalizing, lambda: classifier(dropout=0.5)])
 def test_evaluates_in_inference_mode(make: Any) -> None:
     shape = (1, 4, 4) if make is normalizing else (6,)
@@ -818,7 +818,7 @@ def with_feed(**changes: Any) -> Any:
 
 
 @pytest.mark.nightly(8)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feeds", "message"),
     [

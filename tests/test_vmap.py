@@ -208,7 +208,7 @@ def _runs(case: Case) -> bool:
     return model_of(case, symbolic=False) is not None
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("op_type", ["Conv", "ConvTranspose"])
 def test_convolutions_with_mapped_weights_are_grouped(op_type: str) -> None:
     cases = [case for case in CASES["", op_type] if case.name]

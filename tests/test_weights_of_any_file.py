@@ -130,6 +130,7 @@ def test_steps_of_adam_next_to_torch() -> None:
 # ------------------------------------------------------------------- as if built with weights
 
 
+@pytest.mark.slow
 def test_a_file_without_weights_trains_as_one_with() -> None:
     """Bit for bit, also with a schedule, which the file does not describe, and by class."""
     data, w = rows(), weights()
@@ -218,6 +219,7 @@ def stochastic() -> Any:
     return tape.model()
 
 
+@pytest.mark.slow
 def test_layers_in_training_mode_and_several_heads() -> None:
     """BatchNormalization and Dropout: the same statistics, and the same elements are dropped."""
     data = {**rows(), "targets": np.ones((22, 1), np.float32)}

@@ -143,7 +143,7 @@ ONCE_WRONG += [  # onnxruntime did not optimize a graph that had more sums of up
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", ONCE_WRONG, ids=repr)
 def test_combinations_that_were_once_wrong(draw: Draw) -> None:
     check(draw)

@@ -28,7 +28,7 @@ USES = ("made", "stepped", "repeated", "fitted", "cut", "evaluated", "saved")
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("used", USES)
 @pytest.mark.parametrize("victim", KINDS)
 @pytest.mark.usefixtures("no_collector")

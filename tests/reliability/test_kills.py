@@ -164,7 +164,7 @@ def test_a_killed_tuning_goes_on(tune: Tune, tmp_path: Path) -> None:
     names = [name for name, _ in killed]
     first_save = names.index(f"unlink {saving.UNFINISHED}") + 1
     assert len(names) - first_save > 20
-    kinds = different(killed)[:: 4 if SOAK == 1 else 1]
+    kinds = different(killed)[:: 6 if SOAK == 1 else 1]
     assert tune.what_is_wrong_after(kinds, "--resume") == []
     # Behind the first save, a new training has only to replace what it finds.
     kinds = chosen(killed[: first_save + 1])
@@ -253,7 +253,7 @@ def test_a_tuning_on_a_full_disk_goes_on_later(
 ) -> None:
     count = len(snapshots(lambda: tune.run(1), tune.saved, tmp_path / "killed"))
     assert tune.run(2) == 0
-    expected, numbers = tune.bits(), range(1, count, 1 if SOAK > 1 else 20)
+    expected, numbers = tune.bits(), range(1, count, 1 if SOAK > 1 else 30)
     for number in numbers:
         shutil.rmtree(tune.saved)
         capsys.readouterr()
@@ -321,7 +321,7 @@ def test_a_killed_fit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     fit.run()
     expected, wrong = fit.bits(), []
     anew = [left for _, left in chosen(killed)]
-    for operation, left in different(killed):
+    for operation, left in different(killed)[:: 3 if SOAK == 1 else 1]:
         for resume in (True, False) if left in anew else (True,):
             put(left, fit.folder)
             for file in fit.folder.glob("*.onnx"):
@@ -489,6 +489,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 def test_all_files_are_written_through_temporary_ones() -> None:
     direct = re.compile(
         r"shutil\.(copy|move)|\.write_(text|bytes)\(|\b(np|numpy)\.save\w*\(|\.tofile\("

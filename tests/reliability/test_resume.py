@@ -60,7 +60,7 @@ def test_a_kill_leaves_the_last_file_or_the_next(victim: str) -> None:
 
 
 @pytest.mark.nightly(4)
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", KINDS)
 def test_a_session_goes_on_from_the_file_of_any_step(victim: str, tmp_path: Path) -> None:
     kind = VICTIMS[victim]
@@ -78,7 +78,7 @@ def test_a_session_goes_on_from_the_file_of_any_step(victim: str, tmp_path: Path
 
 
 @pytest.mark.nightly
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "Adagrad", "Momentum"])
 def test_epochs_from_files_are_those_of_one_training(

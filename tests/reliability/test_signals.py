@@ -7,7 +7,7 @@ import pytest
 from attacks import KINDS, OPERATIONS, SIGNALS, TRIES, VICTIMS, TornError, attack
 
 
-@pytest.mark.nightly(6)
+@pytest.mark.nightly(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(OPERATIONS))
 @pytest.mark.parametrize("victim", KINDS)
