@@ -83,7 +83,6 @@ def test_data_that_are_not_finite(name: str, value: float) -> None:
     assert str(caught.value).endswith(f"at step 3: {expected}, in the data")
 
 
-@pytest.mark.nightly
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("stop_on_nan", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
