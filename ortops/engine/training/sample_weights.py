@@ -87,6 +87,8 @@ def weigh(
                 "a column that has weights"
             )
         weights = _cast(_weights(data, sample_weight), inputs[name].dtype)
+        if class_weight is not None:
+            weights = inputs.along_rows(name, weights)
         if _has_arrays(data):
             data = dict(inputs.named(data))
             if isinstance(sample_weight, str):
@@ -138,6 +140,11 @@ def _label_input(metadata: TrainingMetadata, inputs: Inputs, name: str) -> tuple
             f"{', '.join(map(repr, targets))}; use weights= of a loss"
         )
     note, has_labels = notes[0], inputs.has_labels(notes[0].target)
+    if note.shifted:
+        raise ArgumentError(
+            f"class_weight: the loss shifts its labels '{note.target}' by one token; use the loss "
+            "SoftmaxCrossEntropy with labels that are shifted already"
+        )
     is_soft = note.form == "probabilities"
     if is_soft or (not has_labels and note.kind not in ("logits", "probabilities")):
         what = f"'{note.target}' has {'probabilities' if is_soft else 'other numbers'}"
