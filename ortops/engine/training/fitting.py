@@ -82,8 +82,9 @@ class Fitting:
                 as with ``max_steps``. Earlier calls do not count; the validation at the end comes
                 in addition.
             sample_weight: A weight >= 0 for each row: an array [rows] (or, for labels of several
-                axes, of their shape), or the name of a column of the data. The loss of a batch is Σ w · loss / Σ w (0 if Σ w is 0); the loss in the
-                file stays as it is. If the loss was built with an input for weights, as
+                axes, of their shape), or the name of a column of the data. The loss of a batch is
+                Σ w · loss / Σ w (0 if Σ w is 0); the loss in the file stays as it is. If the loss
+                was built with an input for weights, as
                 ``SoftmaxCrossEntropy(sample_weight="weight")`` is, data may instead contain them
                 under its name; validation data only then have any, and rows without weights have 1.
             class_weight: A weight for each class of the labels, as a dict (other classes have 1),
