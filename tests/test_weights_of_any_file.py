@@ -254,6 +254,26 @@ def test_a_file_without_weights_trains_as_one_with() -> None:
 MAKERS = session, weighed
 
 
+def test_batches_and_samples_contain_their_weights() -> None:
+    data, w = rows(), weights()
+    batches = [
+        {n: a[at : at + 5] for n, a in {**data, "sample_weight": w}.items()} for at in (0, 5)
+    ]
+    samples = [{n: a[at] for n, a in {**data, "sample_weight": w}.items()} for at in range(10)]
+    whole, one, other = session(), session(), session()
+    first = {name: array[:10] for name, array in data.items()}
+    call = {"shuffle": False, "batch_size": 5, "progress": False}
+    whole.fit(first, sample_weight=w[:10], **call)
+    one.fit(batches, sample_weight="sample_weight", progress=False)
+    other.fit(samples, sample_weight="sample_weight", collate="pad", **call)
+    same(whole, one)
+    same(whole, other)
+    found = one.evaluate(batches, sample_weight="sample_weight")
+    assert found == whole.evaluate(first, sample_weight=w[:10], batch_size=5)
+    with pytest.raises(FeedError, match="and give sample_weight='sample_weight'"):
+        one.fit(batches, sample_weight=w, progress=False)
+
+
 @pytest.mark.slow
 def test_the_file_keeps_its_own_loss(tmp_path: Path) -> None:
     """Steps without weights are those of a session that never had some."""
