@@ -11,25 +11,8 @@ from pathlib import Path
 from typing import Any
 
 WORDS = [
-    "good",
-    "bad",
-    "nice",
-    "awful",
-    "film",
-    "book",
-    "plot",
-    "it",
-    "was",
-    "a",
-    "the",
-    "very",
-    "not",
-    "at",
-    "all",
-    "fine",
-    "poor",
-    "what",
-    "why",
+    *("good", "bad", "nice", "awful", "film", "book", "plot", "it", "was", "a", "the", "very"),
+    *("not", "at", "all", "fine", "poor", "what", "why"),
 ]
 
 
@@ -93,7 +76,7 @@ def write(model: Any, folder: Path, *, dynamo: bool = False, pooling: str = "") 
     output = "logits" if classifies else "last_hidden_state"
     file = folder / ("onnx/model.onnx" if pooling else "model.onnx")
     file.parent.mkdir(parents=True, exist_ok=True)
-    axes: dict[str, Any] = dict.fromkeys(names, {0: "batch", 1: "time"})
+    axes: dict[str, Any] = {name: {0: "batch", 1: "time"} for name in names}
     settings: dict[str, Any] = {"input_names": names, "output_names": [output]}
     if dynamo:
         free = {0: torch.export.Dim("batch"), 1: torch.export.Dim("time")}

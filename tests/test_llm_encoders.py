@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from encoder_folders import encoder, tokenizer, write
 from violations import all_violations
 
+from ortops import docs
 from ortops.cli import main
 from ortops.errors import ArgumentError, FeedError, OrtopsError, UnsupportedError
 from ortops.llm import FineTuning
@@ -342,6 +344,27 @@ def test_a_classifier_from_a_table(tmp_path: Path, capsys: Any, monkeypatch: Any
     assert main([*(call + "--resume --epochs 31 --learning-rate 0.01 --save tuned").split()]) == 0
 
 
+@pytest.mark.slow
+def test_the_commands_of_the_page(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(encoder("BertModel"), tmp_path / "minilm", pooling="mean")
+    page = (Path(docs.__file__).parent / "encoders.md").read_text()
+    (table,) = re.findall(r"```csv\n(.*?)```", page, re.DOTALL)
+    (console,) = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    Path("reviews.csv").write_text(table)
+    commands = re.findall(r"\$ ortops (.*)\n((?:[^$].*\n)*)", console)
+    assert len(commands) == 2
+    for command, output in commands:
+        capsys.readouterr()
+        assert main(command.split()) == 0
+        said = capsys.readouterr()
+        assert (said.out + said.err).strip() == output.strip()
+    served = onnxruntime.InferenceSession("tuned/onnx/model.onnx")
+    given = {n: t.numpy() for n, t in feeds(["it was a fine film"], encoder("BertModel")).items()}
+    names = json.loads(Path("tuned/config.json").read_text())["id2label"]
+    assert names[str(served.run(["logits"], given)[0][0].argmax())] == "good"
+
+
 # ---------------------------------------------------------------------------- what is refused
 
 
@@ -355,6 +378,12 @@ def test_wrong_rows_arguments_and_models_are_refused(tmp_path: Path) -> None:
         ),
         "unmasked": write(encoder("BertModel"), tmp_path / "unmasked"),
     }
+    for name, file, content in (
+        ("wrong", "modules.json", "3"),
+        ("last", "1_Pooling/config.json", '{"pooling_mode_lasttoken": true}'),
+    ):
+        encoders[name] = write(encoder("BertModel"), tmp_path / name, pooling="mean")
+        (encoders[name] / file).write_text(content)
     unmasked = onnx.load(tmp_path / "unmasked/model.onnx")
     for node in unmasked.graph.node:
         node.input[:] = ["input_ids" if n == "attention_mask" else n for n in node.input]
@@ -371,6 +400,8 @@ def test_wrong_rows_arguments_and_models_are_refused(tmp_path: Path) -> None:
             ("plain", {"labels": CLASSES}, "labels need task="),
             ("classifier", {"task": "retrieval"}, "has no embeddings"),
             ("unmasked", {"task": "retrieval"}, "does not read its attention_mask"),
+            ("wrong", {"task": "retrieval"}, "must have a list of modules"),
+            ("last", {"task": "retrieval"}, "must choose one of cls, mean, max, got lasttoken"),
         ):
             with check((folder, arguments)), pytest.raises(OrtopsError, match=message):
                 FineTuning(encoders[folder], 2, **arguments)

@@ -108,7 +108,8 @@ def _given(options: argparse.Namespace, table: Mapping[str, Option]) -> dict[str
 
 def _loss(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the loss, if it has arguments."""
-    own, name = _given(options, OF_LOSS), options.loss or "NextToken"
+    default = "SoftmaxCrossEntropy" if options.task == "classification" else "NextToken"
+    own, name = _given(options, OF_LOSS), options.loss or default
     if options.beta is not None and name != "DPO":
         raise OrtopsError("--beta: only DPO has it; give --loss DPO, or omit --beta")
     return {"loss": getattr(losses, name)(**own)} if own else {}

@@ -7,6 +7,7 @@ of sentence-transformers says how hidden states become an embedding, in modules.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -20,17 +21,20 @@ import numpy as np
 from ortops.errors import ArgumentError, ModelError, UnsupportedError
 from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.external import LightModel, move_aside
-from ortops.graph.files.json_text import read_settings
-from ortops.graph.files.opening import file_in_folder
+from ortops.graph.files.json_text import read_json, read_settings
+from ortops.graph.files.opening import file_in_folder, read_regular
 from ortops.graph.names import Names
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.llm.folder import Folder, graph_of, open_folder
+from ortops.llm.options import TASKS
 from ortops.losses import InfoNCE, Loss, SoftmaxCrossEntropy, Triplet
 from ortops.surgery import replace_head
 
 _HEAD = "classifier"
 _POOLING = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max"}
-_UNIT = "sentence_transformers.models.Normalize"
+_LARGEST = 2**20
+"""The largest size of modules.json in bytes."""
+
 _SCORES = "scores"
 
 PLACES = ("first", "second", "third")
@@ -90,6 +94,8 @@ def encoder_of(folder: Folder, model: LightModel, given: Mapping[str, Any]) -> E
                 f"labels must be the names of the classes, as '{folder.model.name}' has no logits, "
                 "got none"
             )
+        if ranks.get("logits") != 2:
+            _hidden(folder, ranks)
         return Encoder(task, _labels(folder, graph, names), 0, "logits")
     if names:
         raise ArgumentError(f"labels must be left out for task='{task}', got {names!r:.80}")
@@ -99,7 +105,7 @@ def encoder_of(folder: Folder, model: LightModel, given: Mapping[str, Any]) -> E
 
 def _hidden(folder: Folder, ranks: Mapping[str, int]) -> str:
     """Returns the output with the hidden states of tokens."""
-    found = [name for name, rank in ranks.items() if rank == 3]
+    found = [name for name, rank in ranks.items() if rank == 3 and name != "logits"]
     known = [name for name in found if name in ("last_hidden_state", "token_embeddings")]
     if len(known or found) != 1 or not (known or found)[0].isidentifier():
         raise ModelError(
@@ -126,6 +132,17 @@ def _labels(folder: Folder, graph: Any, given: Sequence[str] | None) -> tuple[st
     if count < 2:
         raise ArgumentError("labels must be the names of the classes, as it has none, got none")
     return tuple(f"LABEL_{number}" for number in range(count))
+
+
+def tasks_of(folder: Folder, model: LightModel) -> list[str]:
+    """Returns the tasks for which the model of a folder can be trained."""
+    found = []
+    for task in TASKS:
+        for labels in (None, ("0", "1")):
+            with contextlib.suppress(ArgumentError, ModelError):
+                encoder_of(folder, model, {"task": task, "labels": labels, "loss": None})
+                found += [task]
+    return list(dict.fromkeys(found))
 
 
 def has_classes(path: str | os.PathLike[str]) -> bool:
@@ -209,7 +226,8 @@ def _pooling(folder: Folder, default: str) -> str:
     if found is None:
         return default
     marked = [name for name, value in found.items() if name.startswith("pooling_mode_") and value]
-    kinds = [_POOLING.get(name.removeprefix("pooling_mode_"), name) for name in marked]
+    names = [name.removeprefix("pooling_mode_") for name in marked]
+    kinds = [_POOLING.get(name, name) for name in names]
     kinds = kinds or [str(found.get("pooling_mode", default))]
     if len(kinds) != 1 or kinds[0] not in _POOLING.values():
         raise UnsupportedError(
@@ -219,20 +237,33 @@ def _pooling(folder: Folder, default: str) -> str:
     return str(kinds[0])
 
 
-def modules_of(folder: Folder) -> list[str]:
-    """Returns the subfolders of a folder of sentence-transformers, by modules.json."""
+def _modules(folder: Folder) -> list[Mapping[str, Any]]:
+    """Returns the modules of sentence-transformers, by modules.json; none without such a file.
+
+    Raises:
+        ModelError: If it is no list of modules in JSON.
+    """
     file = folder.path / "modules.json"
     if not file.exists():
         return []
-    found = json.loads(file_in_folder(folder.path, "modules.json", what="settings").read_bytes())
-    names = [each.get("path") for each in found if isinstance(each, Mapping)]
-    plain = [name for name in names if isinstance(name, str) and Path(name).name == name != ".."]
-    return [name for name in plain if (folder.path / name).is_dir()]
+    content = read_regular(file_in_folder(folder.path, file.name, what="settings"), most=_LARGEST)
+    try:
+        found = read_json(content)
+    except ValueError as error:
+        raise ModelError(f"file '{file}': invalid JSON: {error}; correct it") from error
+    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
+        raise ModelError(f"file '{file}' must have a list of modules; correct it")
+    return found
+
+
+def folders_of_modules(folder: Folder) -> list[str]:
+    """Returns the subfolders of a folder of sentence-transformers that its modules name."""
+    names = [str(each.get("path", "")) for each in _modules(folder)]
+    return [n for n in names if Path(n).name == n != ".." and (folder.path / n).is_dir()]
 
 
 def _is_normalized(folder: Folder) -> bool:
-    file = folder.path / "modules.json"
-    return file.exists() and _UNIT in file.read_text()
+    return any(str(each.get("type", "")).endswith(".Normalize") for each in _modules(folder))
 
 
 def _pooled(hidden: Tensor, mask: Tensor, kind: str) -> Tensor:

@@ -114,7 +114,7 @@ class FineTuning:
             and targets. It may have been trained on the model in another precision.
         loss: `ortops.losses.NextToken` by default, or `ortops.losses.DPO` for pairs of a better and
             a worse answer. The reference of DPO is the model without the adapter, so there is no
-            second model.
+            second model. For retrieval, ``"InfoNCE"`` (the default) or ``"Triplet"``.
         dropout: The ratio of elements of a layer's input that training drops before A.
         rslora: Whether to use the scaling alpha / √rank (rsLoRA).
         dora: Whether to train the magnitudes of outputs, too (DoRA), as for `ortops.lora.add`.
@@ -133,6 +133,13 @@ class FineTuning:
         weight_decay: The weight decay of the optimizer.
         clip_norm: The largest norm of all gradients together, as for
             `ortops.build_training_model`.
+        task: What a text encoder (BERT, MiniLM; a folder of Optimum or sentence-transformers) is
+            trained for: ``"classification"`` of texts, or of pairs of texts; ``"pairs"`` for the
+            similarity of two texts, or for their class if the model has logits; ``"retrieval"`` for
+            texts and their answers. Beside the adapter, the layer of the logits is trained. `save`
+            then writes the model with the adapter merged.
+        labels: The names of the classes. By default, those of the model; one without logits gets a
+            linear layer behind its pooled hidden states, and needs them.
 
     Attributes:
         session: The `ortops.TrainingSession`.
@@ -293,6 +300,10 @@ class FineTuning:
                 begin with the token after the decoder's start token. ``decoder_prefix``, as text or
                 tokens, comes before them and is not trained, such as Whisper's tokens of language
                 and task: ``"<|en|><|transcribe|><|notimestamps|>"``.
+
+                For a text encoder, a row has ``text`` and ``label``, and optionally ``text_pair``;
+                or ``sentence1``, ``sentence2`` and ``score`` (from -1 to 1); or ``anchor``,
+                ``positive`` and optionally ``negative``.
 
                 A list of tokens is a row, too. The token that ends a text is added to texts and
                 completions; chats get what their template writes. Rows for DPO have ``prompt``,
