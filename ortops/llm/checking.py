@@ -243,8 +243,7 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
         refuse_norms(light.proto)
     except UnsupportedError as error:
         report.said.append(str(error))
-    size = sum(_RANK * sum(target.sizes) for target in found)
-    result = replace(report, adapter_size=size)
+    result = replace(report, adapter_size=_RANK * sum(sum(target.sizes) for target in found))
     blocks = sum(node.op_type == "GroupQueryAttention" for node in work.graph)
     words, context = words_of(light, folder), folder.context_length or 2**31
     if blocks and words and measured is None and not result.problems:
