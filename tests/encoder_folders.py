@@ -55,7 +55,9 @@ def encoder(kind: str, **settings: Any) -> Any:
     return made
 
 
-def write(model: Any, folder: Path, *, dynamo: bool = False, pooling: str = "") -> Path:
+def write(
+    model: Any, folder: Path, *, dynamo: bool = False, pooling: str = "", training: bool = False
+) -> Path:
     """Writes the folder of a model.
 
     Args:
@@ -63,6 +65,7 @@ def write(model: Any, folder: Path, *, dynamo: bool = False, pooling: str = "") 
         folder: The folder.
         dynamo: Which of PyTorch's exporters writes the file.
         pooling: If given, the folder is one of sentence-transformers, which pools so.
+        training: Whether the model is exported in training mode.
     """
     import torch
 
@@ -88,11 +91,15 @@ def write(model: Any, folder: Path, *, dynamo: bool = False, pooling: str = "") 
     else:
         axes[output] = {0: "batch"} if classifies else {0: "batch", 1: "time"}
         settings |= {"dynamo": False, "dynamic_axes": axes, "opset_version": 17}
+        if training:
+            mode = torch.onnx.TrainingMode.TRAINING
+            settings |= {"training": mode, "do_constant_folding": False}
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")  # the exporters warn about themselves
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         given = (ids, mask, torch.zeros_like(ids))[: len(names)]  # no tensor twice: it would be one
-        torch.onnx.export(_First(model, names), given, file, **settings)
+        torch.onnx.export(_First(model, names).train(training), given, file, **settings)
+    model.eval()
     tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
     if pooling:
