@@ -68,6 +68,10 @@ class _Handler(SimpleHTTPRequestHandler):
         pass
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # a browser opens more connections at once than 5
+
+
 def run_page(
     folder: Path, page: str, *options: str, seconds: float = 240
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -86,7 +90,7 @@ def run_page(
     posted: dict[str, bytes] = {}
     done = threading.Event()
     handler = partial(_Handler, directory=folder, posted=posted, done=done)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with _Server(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
             browser = subprocess.Popen(

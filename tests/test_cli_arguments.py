@@ -157,6 +157,8 @@ PAIRS: dict[str, list[Pair]] = {
         Pair("--recompute sqrt", TUNE, "recompute", "sqrt"),
         Pair("--recompute 3", TUNE, "recompute", 3),
         Pair("--adapter peft", TUNE, "adapter", "peft"),
+        Pair("--task pairs", TUNE, "task", "pairs"),
+        Pair("--labels a b", TUNE, "labels", ["a", "b"]),
         Pair("--optimizer Lion", TUNE, "optimizer", "Lion"),
         Pair(
             "--optimizer Lion(beta1=0.8)",

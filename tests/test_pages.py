@@ -30,6 +30,7 @@ def test_pages_say_what_is_missing(tmp_path: Path) -> None:
         ("step.json", "index"): f"step.json {exported}",
         ("step.json", "classifier"): "There is no model next to this page. Choose a folder that ",
         ("step.onnx", "classifier"): f"step.onnx {exported}",
+        # test.safetensors is missing as well: the first is named, whichever answer comes first
         ("train.safetensors", "index"): f"train.safetensors {rest}write the data there, ",
         (
             "common.mjs",

@@ -19,6 +19,7 @@ import ortops
 from models.layers import batch_norm, dropout, linear
 from ortops import (
     ArgumentError,
+    FeedError,
     Tape,
     TrainingSession,
     add_training,
@@ -127,6 +128,108 @@ def test_steps_of_adam_next_to_torch() -> None:
         )
 
 
+def pixels(kind: str) -> tuple[Any, dict[str, Array], Any]:
+    """Returns a model of pixels, tokens or questions, its data and torch's loss of each label."""
+    import torch
+
+    of = torch.nn.functional
+    rng = np.random.default_rng(5)
+    bits = np.float64 if kind == "double" else np.float32
+    shape = {"tokens": [6, 5, 4], "questions": [6, 5], "time first": [5, 6, 4]}.get(kind, [6, 3, 4])
+    with Tape(name="pixels") as tape:
+        dims: list[Any] = [*shape]
+        dims[shape.index(6)] = "batch"
+        x = tape.input("x", bits, dims)
+        tape.output(x * tape.initializer("w", np.ones(shape[-1:], bits)), "y")
+    data = {"x": rng.standard_normal(shape).astype(bits)}
+    if kind == "questions":
+        data["targets"] = rng.integers(0, 2, shape).astype(np.float32)
+        return (
+            *((tape.model(), losses.BinaryCrossEntropyWithLogits()), data),
+            lambda y, t: of.binary_cross_entropy_with_logits(y, t, reduction="none"),
+        )
+    axis = 1 if kind in ("pixels", "double") else 2
+    data["labels"] = rng.integers(0, 3, [n for at, n in enumerate(shape) if at != axis])
+    data["labels"][0, :2] = -100
+    return (
+        *((tape.model(), SoftmaxCrossEntropy(axis=axis, ignore_index=-100)), data),
+        lambda y, t: of.cross_entropy(y.movedim(axis, 1), t, reduction="none"),
+    )
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("pixels", "tokens"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("questions", "time first", "double")),
+    ],
+)
+def test_labels_of_several_axes_have_weights_of_classes_as_in_torch(kind: str) -> None:
+    """Each label counts by its class; a weight of a row counts for all labels of the row."""
+    import torch
+
+    (model, loss), data, each = pixels(kind)
+    file = build_training_model(model, loss=loss, optimizer=SGD(1.0), trainable=["w"])
+    rows, target = int(kind == "time first"), data[next(name for name in data if name != "x")]
+    by_class, of_rows = [0.5, 1.0, 3.0][: 2 if kind == "questions" else 3], np.arange(6) / 2
+    weights_of = dict(enumerate(by_class))
+    along = [6 if axis == rows else 1 for axis in range(target.ndim)]
+    table = torch.tensor(by_class)
+    for w, given in (
+        (np.ones(along), {}),
+        (of_rows.reshape(along), {"sample_weight": of_rows}),
+    ):
+        made = TrainingSession(file)
+        known = torch.tensor(np.where(target < 0, 0, target)).long()
+        weight = table[known] * torch.tensor(w) * torch.tensor(target >= 0)
+        x = torch.tensor(data["x"])
+        own = torch.ones(x.shape[-1], dtype=x.dtype, requires_grad=True)
+        expected = each(x * own, torch.tensor(target)) * weight
+        expected = expected.sum() / weight.sum()
+        expected.backward()
+        found = made.fit(
+            data, class_weight=weights_of, **given, batch_size=6, shuffle=False, progress=False
+        )
+        exact = 1e-12 if kind == "double" else 1e-6
+        assert found[-1]["loss"] == pytest.approx(expected.item(), rel=exact)
+        np.testing.assert_allclose(1 - made.parameters["w"], own.grad, 20 * exact, exact / 10)
+        again = TrainingSession(file)
+        assert again.evaluate(data, class_weight=weights_of, **given)["loss"] == pytest.approx(
+            expected.item(), rel=exact
+        )
+
+
+@pytest.mark.torch
+def test_a_weight_for_each_label() -> None:
+    """Of pixels, with nothing but the array; in the property tests, weights are of rows."""
+    import torch
+
+    (model, loss), data, each = pixels("pixels")
+    made = TrainingSession(
+        build_training_model(model, loss=loss, optimizer=SGD(1.0), trainable=["w"])
+    )
+    w = np.random.default_rng(0).random(data["labels"].shape)
+    counted = torch.tensor(w * (data["labels"] >= 0))
+    expected = each(torch.tensor(data["x"]), torch.tensor(data["labels"])) * counted
+    found = made.evaluate(data, sample_weight=w, batch_size=4)
+    assert found["loss"] == pytest.approx((expected.sum() / counted.sum()).item(), rel=1e-6)
+    with pytest.raises(FeedError, match=r"'sample_weight' must have shape \[batch, 4\], got"):
+        made.evaluate(data, sample_weight=w[:, :3])
+
+
+def test_labels_that_a_loss_shifts_have_no_weights_of_classes() -> None:
+    with Tape(name="tokens") as tape:
+        x = tape.input("x", np.float32, ["batch", "time", 3])
+        tape.output(x * tape.initializer("w", np.ones(3, np.float32)), "y")
+    file = build_training_model(
+        tape.model(), loss=losses.NextToken(), optimizer=SGD(1.0), trainable=["w"]
+    )
+    data = {"x": np.ones((2, 4, 3), np.float32), "labels": np.ones((2, 4), np.int64)}
+    with pytest.raises(ArgumentError, match=r"class_weight: .*shifts its labels"):
+        TrainingSession(file).fit(data, class_weight=[1, 2, 3], progress=False)
+
+
 # ------------------------------------------------------------------- as if built with weights
 
 
@@ -150,6 +253,26 @@ def test_a_file_without_weights_trains_as_one_with() -> None:
 
 
 MAKERS = session, weighed
+
+
+def test_batches_and_samples_contain_their_weights() -> None:
+    data, w = rows(), weights()
+    batches = [
+        {n: a[at : at + 5] for n, a in {**data, "sample_weight": w}.items()} for at in (0, 5)
+    ]
+    samples = [{n: a[at] for n, a in {**data, "sample_weight": w}.items()} for at in range(10)]
+    whole, one, other = session(), session(), session()
+    first = {name: array[:10] for name, array in data.items()}
+    call = {"shuffle": False, "batch_size": 5, "progress": False}
+    whole.fit(first, sample_weight=w[:10], **call)
+    one.fit(batches, sample_weight="sample_weight", progress=False)
+    other.fit(samples, sample_weight="sample_weight", collate="pad", **call)
+    same(whole, one)
+    same(whole, other)
+    found = one.evaluate(batches, sample_weight="sample_weight")
+    assert found == whole.evaluate(first, sample_weight=w[:10], batch_size=5)
+    with pytest.raises(FeedError, match="and give sample_weight='sample_weight'"):
+        one.fit(batches, sample_weight=w, progress=False)
 
 
 @pytest.mark.slow

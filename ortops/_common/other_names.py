@@ -18,6 +18,8 @@ _T = TypeVar("_T")
 _DATA = "give inputs and labels as one data set, such as {'x': x, 'labels': y} or (x, y)"
 _EPOCHS = ("n_epochs", "num_epochs", "max_epochs", "max_iter", "num_train_epochs")
 _RATE = "set session.learning_rate, or learning_rate= of the optimizer"
+_HALF = "leave it out: the types of the model decide, and those in half precision get a loss scale"
+_STOPPING = "use callbacks=[ortops.callbacks.EarlyStopping(…)]"
 
 ARGUMENTS_OF_DATA: Mapping[str, str] = {
     **dict.fromkeys(("x", "X", "y", "Y", "labels", "targets"), _DATA),
@@ -37,7 +39,11 @@ ARGUMENTS_OF_FIT: Mapping[str, str] = {
     "steps_per_epoch": "give the data as an iterable of that many batches",
     "initial_epoch": "use resume=True, which continues an earlier call",
     **dict.fromkeys(
-        ("workers", "num_workers", "max_queue_size", "use_multiprocessing"), "use prefetch="
+        (
+            *("workers", "num_workers", "dataloader_num_workers"),
+            *("max_queue_size", "use_multiprocessing"),
+        ),
+        "use prefetch=",
     ),
     **dict.fromkeys(("lr", "learning_rate", "warmup_steps", "lr_scheduler_type"), _RATE),
     **dict.fromkeys(("loss", "optimizer", "clip_norm"), "build_training_model has this argument"),
@@ -45,7 +51,16 @@ ARGUMENTS_OF_FIT: Mapping[str, str] = {
     **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "use batch_size="),
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "use clip_norm= of the builder"),
     "load_best_model_at_end": "use callbacks=[ortops.callbacks.EarlyStopping(restore_best=True)]",
-    "save_steps": "use callbacks=[ortops.callbacks.Checkpoint(…)]",
+    **dict.fromkeys(("early_stopping", "early_stopping_rounds", "patience"), _STOPPING),
+    **dict.fromkeys(
+        ("save_steps", "save_strategy"), "use callbacks=[ortops.callbacks.Checkpoint(…)]"
+    ),
+    **dict.fromkeys(("fp16", "bf16", "precision", "amp"), _HALF),
+    "weight_decay": "use weight_decay= of an optimizer, such as ortops.optimizers.AdamW",
+    **dict.fromkeys(
+        ("logging_steps", "log_every_n_steps", "report_to"),
+        "use callbacks=[ortops.callbacks.TensorBoard(…)], or CSVLog",
+    ),
     "gradient_accumulation_steps": "use accumulate=",
     **dict.fromkeys(("val_check_interval", "eval_steps", "eval_strategy"), "use validate_every="),
     **dict.fromkeys(("max_time", "max_duration"), "use max_minutes="),
@@ -92,6 +107,8 @@ CALLBACKS: Mapping[str, str] = {
     "ModelCheckpoint": "use BestModel or Checkpoint",
     "CSVLogger": "use CSVLog",
     "EarlyStoppingCallback": "use EarlyStopping",
+    "LambdaCallback": "write a class with Callback as its base",
+    "TerminateOnNaN": "leave it out: fit raises an error at such a loss (stop_on_nan=)",
 }
 """What to use for callbacks of other libraries."""
 

@@ -80,6 +80,7 @@ _EXAMPLES = {
         ortops tune phi-4-mini-int4 chats.jsonl --optimizer Lion --accumulate 8 --clip-norm 1 \\
             --learning-rate 'warmup_cosine(1e-4, warmup=0.03)' --write-config tune.toml
         ortops tune tuned more.jsonl --learning-rate 1e-4 --save tuned-further
+        ortops tune minilm reviews.csv --task classification --columns text=review label=stars
         """,
     "lora": """
         ortops lora add base.onnx adapted.onnx --rank 8 --targets '*query*' '*value*'

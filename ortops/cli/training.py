@@ -329,10 +329,10 @@ def _number(options: argparse.Namespace) -> float:
 
 
 def _loss(options: argparse.Namespace) -> losses.Loss:
-    """Returns the loss, with weights of rows if an option needs them."""
+    """Returns the loss, with weights of rows if the data have them."""
     call = read_call(options.loss, "--loss")
     made: losses.Loss = make(call, losses.LOSSES, "--loss", losses.OTHER_NAMES)
-    weight = options.sample_weight or (_CLASS_WEIGHT if _has_class_weight(options) else None)
+    weight = options.sample_weight
     return made if weight is None or made.sample_weight else replace(made, sample_weight=weight)
 
 

@@ -20,6 +20,8 @@ from ortops.engine.training.fit_options import OPTIONS, Option
 from ortops.errors import OrtopsError
 from ortops.graph.files.atomic import TEMPORARY, siblings
 from ortops.llm import FineTuning
+from ortops.llm.encoder_rows import labels_in
+from ortops.llm.encoders import has_classes
 from ortops.llm.options import OF_LOSS, SHARED_FIT, TUNING, TUNING_FIT
 from ortops.llm.saving import ADAPTER, TRAINING, UNFINISHED, is_unfinished
 from ortops.llm.tuning import optimizer_of
@@ -70,6 +72,7 @@ def _opened(
         given = _given(options, TUNING) | _loss(options)
         given |= {} if rate is None else {"learning_rate": rate}
         given |= {"rank": None} if options.rank == "none" else {}
+        given |= _labels(options)
         return FineTuning(folder, **_with_optimizer(given))
     again = {"learning_rate", *inspect.signature(FineTuning.load).parameters}
     for name in () if resumes else {**_given(options, TUNING), **_given(options, OF_LOSS)}:
@@ -90,6 +93,13 @@ def _opened(
     return tuning
 
 
+def _labels(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the names of the classes in the data, if a classifier of texts has none yet."""
+    if options.task != "classification" or options.labels or has_classes(options.folder):
+        return {}
+    return {"labels": labels_in(options.data, _given_fit(options).get("columns"))}
+
+
 def _given(options: argparse.Namespace, table: Mapping[str, Option]) -> dict[str, Any]:
     """Returns the given options for arguments of a table."""
     own = (name for name, option in table.items() if option.metavar is not None)
@@ -98,7 +108,8 @@ def _given(options: argparse.Namespace, table: Mapping[str, Option]) -> dict[str
 
 def _loss(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the loss, if it has arguments."""
-    own, name = _given(options, OF_LOSS), options.loss or "NextToken"
+    default = "SoftmaxCrossEntropy" if options.task == "classification" else "NextToken"
+    own, name = _given(options, OF_LOSS), options.loss or default
     if options.beta is not None and name != "DPO":
         raise OrtopsError("--beta: only DPO has it; give --loss DPO, or omit --beta")
     return {"loss": getattr(losses, name)(**own)} if own else {}

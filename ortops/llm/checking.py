@@ -22,6 +22,7 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.serialization import to_proto
+from ortops.llm.encoders import tasks_of
 from ortops.llm.estimates import Forecast, forecast
 from ortops.llm.examples import IGNORED
 from ortops.llm.folder import GENAI_CONFIG, Folder, open_folder, refuse_norms
@@ -129,6 +130,7 @@ class Report:
         adapter_size: The number of values of an adapter of rank 8 on these layers.
         weights: The number of floating-point values in weights, adapters apart.
         quantized: The number of quantized weights.
+        tasks: The tasks for which a text encoder can be trained; none for a language model.
         said: Remarks.
         estimated: What a step needs, counted; only of files with GroupQueryAttention.
         measured: What a few steps needed, on request.
@@ -145,6 +147,7 @@ class Report:
     adapter_size: int = 0
     weights: int = 0
     quantized: int = 0
+    tasks: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     estimated: Forecast | None = None
     measured: Measurement | None = None
@@ -156,6 +159,12 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
+        floats = f"weights: {self.weights:,} floating-point values"
+        weights = f"{floats}, {self.quantized} quantized matrices"
+        if self.tasks:
+            ready = f"no problems: ready for ortops tune --task {' or '.join(self.tasks)}"
+            inputs = f"inputs: {', '.join(self.inputs)}"
+            return text_of([f"text encoder {self.model}", inputs, weights, ready])
         shown = f"{self.caches[0]} … {self.caches[-1]}" if self.caches else "none"
         layers = ", ".join(f"{name} × {count}" for name, count in self.layers.items())
         lines = [
@@ -165,7 +174,7 @@ class Report:
             f"loss: {self.loss}",
             f"layers that get an adapter: {layers or 'none'}",
             f"adapter of rank {_RANK}: {self.adapter_size:,} values",
-            f"weights: {self.weights:,} floating-point values, {self.quantized} quantized matrices",
+            weights,
             *self.said,
         ]
         needs = [each for each in (self.estimated, self.measured, self.served) if each is not None]
@@ -213,6 +222,8 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
         except OrtopsError as error:
             report.problems.append(str(error))
             return report
+    if report.tasks:
+        return report
     try:
         refuse_others(light.proto, folder)
         found = chosen(work, "all-linear")
@@ -232,8 +243,7 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
         refuse_norms(light.proto)
     except UnsupportedError as error:
         report.said.append(str(error))
-    size = sum(_RANK * sum(target.sizes) for target in found)
-    result = replace(report, adapter_size=size)
+    result = replace(report, adapter_size=_RANK * sum(sum(target.sizes) for target in found))
     blocks = sum(node.op_type == "GroupQueryAttention" for node in work.graph)
     words, context = words_of(light, folder), folder.context_length or 2**31
     if blocks and words and measured is None and not result.problems:
@@ -260,14 +270,16 @@ def _described(folder: Folder, light: LightModel, work: ir.Model) -> Report:
     caches = [name for name in names if name.startswith("past")]
     floats = [v for v in graph.initializers.values() if v.dtype and v.dtype.is_floating_point()]
     fixed = quantized(graph.initializers.values())
+    tasks = [] if folder.parts else tasks_of(folder, light)
     report = Report(
         str(folder.path),
         folder.model.relative_to(folder.path).as_posix(),
         caches,
         [name for name in names if name not in caches],
-        f"NextToken of output '{folder.logits}'",
+        "" if tasks else f"NextToken of output '{folder.logits}'",
         weights=sum(_count(value) for value in floats),
         quantized=len(fixed),
+        tasks=tasks,
     )
     matrices = [v for v in floats if v.shape and len(v.shape) > 1 and not why_not(v)]
     if fixed and not matrices:

@@ -145,7 +145,8 @@ def refuse_others(model: onnx.ModelProto, folder: Folder) -> None:
         loss = "CTC" if "input_values" in inputs else "SoftmaxCrossEntropy"
         raise no_language_model(folder, f"it has no input '{ids}', but {', '.join(inputs)}", loss)
     if "token_type_ids" in inputs:
-        raise no_language_model(folder, "it is an encoder, with an input 'token_type_ids'")
+        error = no_language_model(folder, "it is an encoder, with an input 'token_type_ids'")
+        raise ModelError(f"{error}, or as a text encoder with task='classification' or another")
     logits = next((each for each in graph.output if each.name == folder.logits), None)
     dims = [] if logits is None else logits.type.tensor_type.shape.dim
     tables = [

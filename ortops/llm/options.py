@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 from ortops.engine.training.fit_options import Option, options_of
 
 if TYPE_CHECKING:
-    from ortops.losses import NextToken
+    from ortops.losses import Loss
     from ortops.optimizers import Optimizer
 
 _COUNT: Any = {"metavar": "N", "check": "whole_number", "bounds": {"minimum": 1}}
@@ -55,8 +55,22 @@ FIRST_OPTIONS: Mapping[str, Option] = {
 
 _LOSS = Option(
     None,
-    "what to learn: the next token (default), or with DPO to prefer chosen answers",
-    **_one_of("NextToken", "DPO"),
+    "what to learn: the next token (default), with DPO to prefer chosen answers, or for retrieval "
+    "InfoNCE (default) or Triplet",
+    **_one_of("NextToken", "DPO", "InfoNCE", "Triplet"),
+)
+TASKS = ("classification", "pairs", "retrieval")
+_TASK = Option(
+    None,
+    "of a text encoder: classes of texts, or of pairs where the model has logits; the similarity "
+    "of pairs; or the answers to texts",
+    **_one_of(*TASKS),
+)
+_LABELS = Option(
+    None,
+    "the names of the classes (default: the model's, or those in the data)",
+    "NAME",
+    several=True,
 )
 _PROVIDERS = Option(None, "where to train, such as webgpu (default: the CPU)", "NAME", several=True)
 _MODULES = Option(
@@ -70,7 +84,7 @@ _OPTIMIZER = Option(
 class TuningOptions(TypedDict, total=False):
     """The other arguments of `FineTuning`, in their order."""
 
-    loss: Annotated["NextToken | str | None", _LOSS]
+    loss: Annotated["Loss | str | None", _LOSS]
     dropout: Annotated[
         float, Option(0.0, "the share of the adapter's inputs to drop in each step", **_SHARE)
     ]
@@ -94,6 +108,8 @@ class TuningOptions(TypedDict, total=False):
     clip_norm: Annotated[
         "float | None", Option(None, "clip the norm of all gradients together to X", **_ABOVE_0)
     ]
+    task: Annotated["str | None", _TASK]
+    labels: Annotated["Sequence[str] | None", _LABELS]
 
 
 TUNING: Mapping[str, Option] = {**FIRST_OPTIONS, **options_of(TuningOptions)}

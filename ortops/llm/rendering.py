@@ -102,6 +102,20 @@ class Texts:
             )
         return tokens, inside
 
+    def encoded(self, texts: list[str], longest: int) -> tuple[list[int], list[int], bool]:
+        """Returns the tokens of one or two texts, the text of each, and whether they were cut."""
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError as error:
+            raise _BlamedError("data", f"a text that is no Unicode: {error}") from error
+        with _blaming("tokenizer"):
+            self._tokenizer.enable_truncation(longest, strategy="longest_first")
+            try:
+                found = self._tokenizer.encode(*texts)
+            finally:
+                self._tokenizer.no_truncation()
+        return list(found.ids), list(found.type_ids), bool(found.overflowing)
+
     def text(self, tokens: list[int], special: bool) -> str:
         """Returns the text of tokens."""
         with _blaming("tokenizer"):

@@ -35,6 +35,8 @@ NAMES = (
     *("messages", "conversations", "prompt", "completion", "instruction", "input", "output"),
     *("question", "answer", "text", "input_ids", "labels", "chosen", "rejected"),
     *("input_features", "decoder_prefix", *SETTINGS),
+    *("label", "score", "text_pair", "sentence", "sentence1", "sentence2", "premise", "hypothesis"),
+    *("anchor", "query", "positive", "negative"),
 )
 """The names that a row may have."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -17,10 +18,12 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import load_light
 from ortops.graph.files import external
 from ortops.graph.files.atomic import folder_within, remove_litter, write_atomically, write_together
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.messages import size_of
 from ortops.graph.files.saving import write_model
 from ortops.graph.magnitudes import with_given_scales
+from ortops.llm.encoders import folders_of_modules, settings_with_labels
 from ortops.llm.folder import GENAI_CONFIG, Folder, copy_others, genai_config
 from ortops.llm.graphs import prune
 from ortops.llm.merging import merged_model
@@ -100,6 +103,7 @@ class FolderWriter:
         names: The names of the adapter's matrices; none if all weights are trained.
         initial: Their values in the file of the model.
         is_loaded: Whether the folder was written by this class.
+        labels: The names of the classes of a text encoder.
     """
 
     def __init__(
@@ -111,9 +115,11 @@ class FolderWriter:
         initial: Mapping[str, Array],
         *,
         is_loaded: bool,
+        labels: Sequence[str] = (),
     ) -> None:
         self.session, self._folder, self._files = session, folder, files
         self._names, self.initial, self._is_loaded = names, initial, is_loaded
+        self._labels = labels
         # Folders whose files belong together at any time, whichever of them is written next.
         self._finished = {folder.path.resolve()} if is_loaded else set()
 
@@ -141,6 +147,11 @@ class FolderWriter:
             copy_others(self._folder, target, without=TRAINING)
             if settings := genai_config(self._folder):
                 write_atomically(target / GENAI_CONFIG, settings.encode(), follow=False)
+            for name in folders_of_modules(self._folder):
+                module = replace(self._folder, path=self._folder.path / name)
+                copy_others(module, folder_within(target, Path(name)))
+            for name, content in settings_with_labels(self._folder, self._labels).items():
+                write_atomically(target / name, content, follow=False)
 
     def _finish(self, target: Path) -> None:
         """Takes the mark of the first save away."""
@@ -168,12 +179,16 @@ class FolderWriter:
             raise ArgumentError(
                 f"folder must not have an adapter if merged=True, got '{target}'; give another one"
             )
-        trained = self.session.inference_model()
-        model = external.detach(merged_model(trained) if self._names else trained)
-        model = prune(model, load_light(self._folder.model))
+        model = prune(self._merged(), load_light(self._folder.model))
         self._save_others(target)
         write_model(self._place(self._folder.model, target), model, follow=False)
         self._finish(target)
+
+    def _merged(self) -> LightModel:
+        """Returns the model with its adapter, if it has one, merged into the weights."""
+        trained = self.session.inference_model()
+        is_adapted = adapter_of(trained.metadata_props) is not None
+        return external.detach(merged_model(trained) if is_adapted else trained)
 
     def checkpoints(
         self, folder: str | os.PathLike[str] | None, steps: int | None
@@ -204,8 +219,10 @@ class FolderWriter:
         file = self._place(self._folder.model, target)
         with self.session._locked_file() as held:
             model = held.light_inference_model()
+            if not self._names and adapter_of(model.proto.metadata_props) is not None:
+                model = self._merged()
             for tensor in model.proto.graph.initializer:
-                if tensor.name in self.initial:
+                if self._names and tensor.name in self.initial:
                     array = self.initial[tensor.name]
                     tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
             model = with_given_scales(model, adapter_of(model.proto.metadata_props))

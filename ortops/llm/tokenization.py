@@ -75,6 +75,19 @@ class Tokenizer:
         tokens, are_in = self._ask("tokens", text, False, True, places)
         return tokens, are_in
 
+    def encoded(self, texts: Sequence[str], longest: int) -> tuple[list[int], list[int], bool]:
+        """Returns the tokens of a text, or of two that an encoder reads together.
+
+        Args:
+            texts: The texts.
+            longest: The largest number of tokens; the longer text is cut first.
+
+        Returns:
+            The tokens, the number of the text of each, and whether a text was cut.
+        """
+        tokens, types, is_cut = self._ask("encoded", [_text(text) for text in texts], longest)
+        return tokens, types, is_cut
+
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Returns the text of tokens.
 

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -36,6 +36,8 @@ from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.graph.files.opening import read_regular
 from ortops.graph.passes.rematerialization import Checkpoint
 from ortops.llm.batches import Batches, Epochs, check_stream
+from ortops.llm.encoder_rows import Texts
+from ortops.llm.encoders import Encoder, encoder_of, head_of, loss_of, with_head
 from ortops.llm.examples import IGNORED, Units
 from ortops.llm.folder import (
     Folder,
@@ -57,6 +59,7 @@ from ortops.llm.several_files import SeveralFiles, several_files
 from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.files import with_adapter
+from ortops.lora.full_weights import saved_modules
 from ortops.lora.peft import with_peft
 from ortops.lora.peft_layers import model_type_beside
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
@@ -111,7 +114,7 @@ class FineTuning:
             and targets. It may have been trained on the model in another precision.
         loss: `ortops.losses.NextToken` by default, or `ortops.losses.DPO` for pairs of a better and
             a worse answer. The reference of DPO is the model without the adapter, so there is no
-            second model.
+            second model. For retrieval, ``"InfoNCE"`` (the default) or ``"Triplet"``.
         dropout: The ratio of elements of a layer's input that training drops before A.
         rslora: Whether to use the scaling alpha / √rank (rsLoRA).
         dora: Whether to train the magnitudes of outputs, too (DoRA), as for `ortops.lora.add`.
@@ -130,6 +133,13 @@ class FineTuning:
         weight_decay: The weight decay of the optimizer.
         clip_norm: The largest norm of all gradients together, as for
             `ortops.build_training_model`.
+        task: What a text encoder (BERT, MiniLM; a folder of Optimum or sentence-transformers) is
+            trained for: ``"classification"`` of texts, or of pairs of texts; ``"pairs"`` for the
+            similarity of two texts, or for their class if the model has logits; ``"retrieval"`` for
+            texts and their answers. Beside the adapter, the layer of the logits is trained. `save`
+            then writes the model with the adapter merged.
+        labels: The names of the classes. By default, those of the model; one without logits gets a
+            linear layer behind its pooled hidden states, and needs them.
 
     Attributes:
         session: The `ortops.TrainingSession`.
@@ -174,13 +184,14 @@ class FineTuning:
         folder = open_folder(folder_or_file)
         refuse_unfinished(folder.path)
         files = several_files(folder)
+        encoder = _encoder(folder, given)
         with notes_as_details():
-            model = _adapted(folder, files, given)
+            model = _adapted(folder, files, given, encoder)
             refuse_experts(model.proto)
-            trainable = _trainable(model, folder, given, files)
+            trainable = _trainable(model, folder, given, files, encoder)
         providers = given["providers"]
         self._start(folder, trainable, files=files, recompute=recompute, providers=providers)
-        if files is None and may_see_later_tokens(trainable.proto):
+        if files is None and encoder is None and may_see_later_tokens(trainable.proto):
             self._batches.refuse_sight(self.session)
         if adapter is not None:  # without an active adapter, the saved model is the base
             base = load_light(folder.model if files is None else files.base)
@@ -201,14 +212,19 @@ class FineTuning:
         # Without its outputs: the logits and the cache take much memory.
         self.session = TrainingSession(model, providers=providers, recompute=recompute, outputs=[])
         names, known = _adapter_names(model), initial or _adapter_values(model)
+        self._encoder = encoder = _trained_encoder(model)
         self._writer = FolderWriter(
-            self.session, folder, files, names, known, is_loaded=initial is not None
+            *(self.session, folder, files, [] if encoder is not None else names, known),
+            is_loaded=initial is not None,
+            labels=() if encoder is None else encoder.labels,
         )
         words = words_of(model, folder)
         self._server = Server(self.session, folder, files, names, words)
         settings = (folder, lambda: self.tokenizer, words)
-        if files is not None and files.has_encoder:
-            kind: RowKind = SequencePairs(files, *settings)
+        if encoder is not None:
+            kind: RowKind = Texts(encoder, *settings)
+        elif files is not None and files.has_encoder:
+            kind = SequencePairs(files, *settings)
         else:
             kind = (Comparisons if _loss_name(model) == "DPO" else Sequences)(*settings)
         self._batches = Batches(kind, self.session.inputs)
@@ -284,6 +300,10 @@ class FineTuning:
                 begin with the token after the decoder's start token. ``decoder_prefix``, as text or
                 tokens, comes before them and is not trained, such as Whisper's tokens of language
                 and task: ``"<|en|><|transcribe|><|notimestamps|>"``.
+
+                For a text encoder, a row has ``text`` and ``label``, and optionally ``text_pair``;
+                or ``sentence1``, ``sentence2`` and ``score`` (from -1 to 1); or ``anchor``,
+                ``positive`` and optionally ``negative``.
 
                 A list of tokens is a row, too. The token that ends a text is added to texts and
                 completions; chats get what their template writes. Rows for DPO have ``prompt``,
@@ -361,6 +381,8 @@ class FineTuning:
             held_out = self._batches.read(validation, *reading)
         if held_out is not None:
             settings["validation"] = self._batches.epochs(held_out, batch_size)
+            if self._encoder is not None and self._encoder.labels:
+                settings = {"metrics": ["accuracy"], **settings}
         call = {"epochs": epochs, "batches": count, "accumulate": settings.get("accumulate", 1)}
         steps = steps_left(call)
         known = [each for each in (steps, settings.get("max_steps")) if each is not None]
@@ -413,6 +435,9 @@ class FineTuning:
         batches = self._batches.epochs(examples, batch_size)
         if isinstance(self._batches.kind, Comparisons):
             return _rewards(self.session, batches)
+        if self._encoder is not None:
+            own = ["accuracy"] if self._encoder.labels else []
+            return self.session.evaluate(batches, metrics=own)
         found = self.session.evaluate(batches, metrics=["accuracy"])
         with np.errstate(over="ignore"):
             found["perplexity"] = float(np.exp(found["loss"]))
@@ -499,6 +524,8 @@ class FineTuning:
             >>> len(tuning.generate([65, 66], max_new_tokens=3)) <= 3  # doctest: +SKIP
             True
         """
+        if self._encoder is not None:
+            raise UnsupportedError("generate: a text encoder generates no text; run its model")
         count = whole_number("max_new_tokens", max_new_tokens, 1)
         sampling = Sampling(temperature, top_k, top_p, seed)
         tokens, source, is_text = self._server.read_prompt(
@@ -614,14 +641,31 @@ def _saved(folder: Folder, files: SeveralFiles | None) -> tuple[LightModel, dict
     return _trainable(model, folder, checked_options({}, TUNING)), initial
 
 
+def _encoder(folder: Folder, given: Mapping[str, Any]) -> Encoder | None:
+    """Returns what is trained of a text encoder; None for a language model."""
+    if given["task"] is None:
+        if given["labels"] is not None:
+            raise ArgumentError(f"labels need task='classification', got {given['labels']!r:.80}")
+        return None
+    choice("task", given["task"], TUNING["task"].bounds["options"])
+    if given["adapter"] is not None:
+        raise ArgumentError(
+            f"adapter must be left out for a task, got {os.fspath(given['adapter'])!r:.80}"
+        )
+    return encoder_of(folder, load_light(folder.model), given)
+
+
 def _adapted(
     folder: Folder,
     files: SeveralFiles | None,
     given: Mapping[str, Any],
+    encoder: Encoder | None,
 ) -> LightModel:
     """Returns the model of a folder with an adapter; see `FineTuning`."""
     model = load_light(folder.model if files is None else files.base)  # without its data
-    if files is None:
+    if encoder is not None:
+        model = with_head(folder, model, encoder)
+    elif files is None:
         model = without_pruning(model)
         refuse_others(model.proto, folder)
     if adapter_of(model.proto.metadata_props) is not None:
@@ -637,6 +681,9 @@ def _adapted(
         return move_aside(with_peft(read_base(model), adapter))
     chosen = {"targets": "all-linear"} if given["targets"] is None else {}
     settings = {name: given[name] for name in _OF_ADAPTER} | chosen
+    if encoder is not None and encoder.labels:
+        head = head_of(model)
+        settings["modules_to_save"] = [*saved_modules(given["modules_to_save"]), head]
     kind = model_type_beside(folder.model if files is None else folder.path / "model.onnx")
     model = move_aside(adapted(read_base(model), **settings, model_type=kind))
     return model if adapter is None else with_adapter(model, adapter)
@@ -693,11 +740,17 @@ def _trainable(
     folder: Folder,
     given: Mapping[str, Any],
     files: SeveralFiles | None = None,
+    encoder: Encoder | None = None,
 ) -> LightModel:
     loss, settings = (
         given["loss"],
         {"optimizer": optimizer_of(given), "clip_norm": given["clip_norm"]},
     )
+    if encoder is not None:
+        of_task, inputs = loss_of(folder, encoder, loss)
+        result = build_light(model, loss=of_task, inputs=inputs, **settings)
+        write_metadata(result.proto, _LOSS, json.dumps(asdict(encoder)))
+        return result
     if isinstance(loss, str):
         choice("loss", loss, TUNING["loss"].bounds["options"])
         loss = DPO() if loss == "DPO" else NextToken()
@@ -748,6 +801,14 @@ def _loss_name(model: LightModel) -> str:
     remedy = "delete the file of the training"
     found = read_metadata(model.proto.metadata_props, _LOSS, remedy) or {}
     return str(found.get("loss", "NextToken"))
+
+
+def _trained_encoder(model: LightModel) -> Encoder | None:
+    """Returns what a trainable model trains of a text encoder; None for a language model."""
+    found = read_metadata(model.proto.metadata_props, _LOSS, "delete the file of the training")
+    if not isinstance(found, Mapping) or "task" not in found:
+        return None
+    return Encoder(**{**found, "labels": tuple(found["labels"])})
 
 
 def _saved_training(file: Path) -> LightModel:

@@ -113,7 +113,7 @@ export function startWorker(onProgress) {
     if (!event.message) missing = error;
     open.forEach(({ reject }) => reject(error));
     open.clear();
-    say(error.message, "error");
+    if (find("status").dataset.kind !== "error") say(error.message, "error"); // what is said already was first
   };
   return (name, values) => new Promise((resolve, reject) => {
     if (missing) reject(missing);

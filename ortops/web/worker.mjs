@@ -135,7 +135,7 @@ const calls = {
 
   /** Reads the arrays beside this file. */
   async readArrays() {
-    const [train, test] = await Promise.all(["train", "test"].map(async (name) => {
+    const found = await Promise.allSettled(["train", "test"].map(async (name) => {
       const response = await fetch(new URL(`${name}.safetensors`, here));
       if (!response.ok) {
         throw new Error(`${name}.safetensors is missing next to this page (the server answers ${response.status}): write the ` +
@@ -143,6 +143,9 @@ const calls = {
       }
       return arraysOf(readSafetensors(await response.arrayBuffer(), `${name}.safetensors`), `${name}.safetensors`);
     }));
+    const failed = found.find(({ status }) => status === "rejected"); // the first in order, not in time
+    if (failed) throw failed.reason;
+    const [train, test] = found.map(({ value }) => value);
     data = new Arrays(train, test, session.about.step.feeds.at(-1));
     return { rows: data.rows, testRows: data.testRows };
   },

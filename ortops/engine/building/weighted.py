@@ -7,26 +7,34 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import onnx
 
 from ortops.engine.building.addition import place_of
 from ortops.engine.building.builder import write_loss
 from ortops.engine.building.preparation import Place, prepare_for_training
 from ortops.engine.building.recipe import MISSING_ARGUMENTS, arguments_of
-from ortops.engine.trainable.metadata import ENTRIES, METADATA_KEY, entry_names
+from ortops.engine.trainable.metadata import (
+    ENTRIES,
+    METADATA_KEY,
+    entry_names,
+    training_metadata,
+)
 from ortops.errors import ArgumentError, OrtopsError
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.graph.files.messages import names_within, rename_within
 from ortops.graph.names import Names
-from ortops.losses import Combined, Loss
+from ortops.losses import Combined, Inputs, Loss
 
 _WEIGHTS = "sample_weight"
 _NOTES = ("losses", "prediction", "predictions", "not_negative")
 """What the metadata say about a loss."""
 
 
-def with_weights(light: LightModel, parameters: Mapping[int, Sequence[str]]) -> LightModel:
+def with_weights(
+    light: LightModel, parameters: Mapping[int, Sequence[str]], *, by_label: bool = False
+) -> LightModel:
     """Returns a trainable model whose losses have the input ``sample_weight``.
 
     A loss is built again, with weights, as the file describes it. All else stays as it is; the
@@ -36,6 +44,8 @@ def with_weights(light: LightModel, parameters: Mapping[int, Sequence[str]]) -> 
         light: The model; not changed.
         parameters: The parameters that are trained by the training_info entries whose losses get
             weights, by the index of the entry.
+        by_label: Whether the input has a weight for each label, so the shape of the targets,
+            rather than one for each row.
 
     Raises:
         ArgumentError: If the file does not describe a loss, or it has no weighted form.
@@ -43,7 +53,8 @@ def with_weights(light: LightModel, parameters: Mapping[int, Sequence[str]]) -> 
     result = light.copy()
     weights = _names(light.proto).unique(_WEIGHTS)
     for entry, trained in parameters.items():
-        added = _emitted(light, entry, trained, weights)
+        declared = _like_targets(light.proto, entry, weights) if by_label else {}
+        added = _emitted(light, entry, trained, weights, declared)
         _replace_loss(result.proto, entry, *added)
     return result
 
@@ -68,8 +79,26 @@ def _replace_loss(
     write_metadata(proto, METADATA_KEY, json.dumps(metadata))
 
 
+def _like_targets(proto: onnx.ModelProto, entry: int, weights: str) -> Inputs:
+    """Declares weights with the shape of the targets, if these have several axes."""
+    own, metadata = proto.training_info[entry].algorithm, training_metadata(proto, entry)
+    notes = [metadata.prediction, *metadata.predictions]
+    targets = {note.target for note in notes if note.target}
+    shapes = [
+        [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]
+        for value in (*own.input, *proto.graph.input)
+        if value.name in targets
+        for dims in [value.type.tensor_type.shape.dim]
+    ]
+    if len(shapes) != 1 or len(shapes[0]) < 2 or any(note.shifted for note in notes):
+        return {}
+    loss = next(v.type.tensor_type.elem_type for v in own.output if v.name == metadata.loss)
+    is_double = loss == onnx.TensorProto.DOUBLE
+    return {weights: (np.float64 if is_double else np.float32, shapes[0])}
+
+
 def _emitted(
-    light: LightModel, entry: int, parameters: Sequence[str], weights: str
+    light: LightModel, entry: int, parameters: Sequence[str], weights: str, declared: Inputs
 ) -> tuple[onnx.GraphProto, dict[str, Any]]:
     """Returns an algorithm that computes the weighted loss, and the roles of its names."""
     remedy = (
@@ -94,7 +123,8 @@ def _emitted(
         kind = given.get("batch_normalization", "auto")
         prepared = prepare_for_training(bare, list(parameters), kind, place)
         loss = _weighed(given["loss"], weights)
-        return write_loss(prepared, loss, given.get("inputs"), given.get("seed", 0))
+        inputs = {**(given.get("inputs") or {}), **declared}
+        return write_loss(prepared, loss, inputs, given.get("seed", 0))
     except OrtopsError as error:
         raise ArgumentError(f"{error}; or {remedy}") from error
 

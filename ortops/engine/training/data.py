@@ -434,7 +434,7 @@ def _no_rows(more: Mapping[str, object]) -> FeedError:
     name = next(iter(more))
     return FeedError(
         "sample_weight has a weight for each row, but the data are batches; put the weights of "
-        f"each batch into it, under '{name}'"
+        f"each batch into it, under '{name}', and give sample_weight='{name}'"
     )
 
 

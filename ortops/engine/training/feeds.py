@@ -237,6 +237,18 @@ class Inputs(dict[str, Input]):
         """Returns the axis of an input that has its rows, if it has any."""
         return self.rows.axes.get(name, 0)
 
+    def along_rows(self, name: str, weights: Array) -> Array:
+        """Returns weights of rows with as many axes as an input has.
+
+        Args:
+            name: The input.
+            weights: The weights. If they have several axes, they stay as they are.
+        """
+        rank, axis = len(self[name].dims or ()), self.axis_of(name)
+        if weights.ndim > 1 or rank < 2:
+            return weights
+        return weights.reshape([-1 if at == axis else 1 for at in range(rank)])
+
     def classes_of(self, name: str) -> int | None:
         """Returns the number of classes of an input with labels, if it is known."""
         found = [each.classes for of, each in self._labels if of == name and each.classes]
@@ -286,24 +298,57 @@ class Inputs(dict[str, Input]):
         absent = [name for name in self if name not in given]
         for name in absent:
             self._check_there(name, given)
+        by_class = self._by_class and self._by_class.name
         for name, value in self.items():
-            if name in given:
+            if name in given and name != by_class:
                 array = self._fit(value, _read(given, name), sizes)
                 arrays[name] = array if holds else array.copy()
         for name in absent:
-            empty = self._ones if name in self._weights else self._empty_past
-            arrays[name] = empty(self[name], arrays, sizes)
+            if name != by_class:
+                empty = self._ones if name in self._weights else self._empty_past
+                arrays[name] = empty(self[name], arrays, sizes)
         for name in self._weights & arrays.keys():
             check_weights(name, arrays[name])
         if self._by_class is not None:
             name = self._by_class.name
-            arrays[name] = self._by_class.times(arrays[name], arrays[self._by_class.labels])
+            arrays[name] = self._times_classes(self._by_class, given, arrays, sizes)
         for name, accepted in self._labels:
             check_labels(name, arrays[name], accepted)
         if self._warns_of_unshifted:
             self._warns_of_unshifted = False
             self._warn_of_unshifted(arrays)
         return Checked(arrays, self._base)
+
+    def _times_classes(
+        self,
+        by_class: ClassWeights,
+        given: Mapping[str, object],
+        arrays: Mapping[str, Array],
+        sizes: dict[str, tuple[int, str]],
+    ) -> Array:
+        """Returns the weights of rows, times those of classes.
+
+        Args:
+            by_class: The weights of classes.
+            given: The batch. Where the input has a weight for each label, weights of rows count for
+                all labels of these.
+            arrays: The other inputs.
+            sizes: The sizes of dimensions by symbol, with the inputs that have them.
+        """
+        value, labels = self[by_class.name], arrays[by_class.labels]
+        is_by_label = labels.ndim > 1 and len(value.dims or ()) == labels.ndim
+        if value.name in given:
+            weights = value.array(_read(given, value.name))
+        else:
+            weights = np.ones(labels.shape) if is_by_label else self._ones(value, arrays, sizes)
+        if is_by_label:
+            weights = self.along_rows(value.name, weights)
+        pairs = zip(weights.shape, labels.shape, strict=False)
+        if is_by_label and weights.ndim == labels.ndim and all(n in (1, of) for n, of in pairs):
+            weights = np.broadcast_to(weights, labels.shape)
+        weights = self._fit(value, weights, sizes)
+        check_weights(value.name, weights)
+        return by_class.times(weights, labels)
 
     def _ones(
         self, value: Input, arrays: Mapping[str, Array], sizes: dict[str, tuple[int, str]]

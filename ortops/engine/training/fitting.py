@@ -81,14 +81,16 @@ class Fitting:
             max_minutes: The number of minutes after which this call ends, after the current step,
                 as with ``max_steps``. Earlier calls do not count; the validation at the end comes
                 in addition.
-            sample_weight: A weight >= 0 for each row: an array [rows], or the name of a column of
-                the data. The loss of a batch is Σ w · loss / Σ w (0 if Σ w is 0); the loss in the
-                file stays as it is. If the loss was built with an input for weights, as
+            sample_weight: A weight >= 0 for each row: an array [rows] (or, for labels of several
+                axes, of their shape), or the name of a column of the data. The loss of a batch is
+                Σ w · loss / Σ w (0 if Σ w is 0); the loss in the file stays as it is. If the loss
+                was built with an input for weights, as
                 ``SoftmaxCrossEntropy(sample_weight="weight")`` is, data may instead contain them
                 under its name; validation data only then have any, and rows without weights have 1.
             class_weight: A weight for each class of the labels, as a dict (other classes have 1),
                 a list, or ``"balanced"``: rows / (classes · rows of the class). It multiplies the
-                weights of the rows for training, not for validation.
+                weights of the rows for training, not for validation. If a row has several labels,
+                each of them counts by its class.
             collate: A function that makes a batch, a dict or tuple of arrays, of a list of samples;
                 or ``"pad"`` or an `ortops.data.Pad`, which pads arrays to the longest of the batch.
                 The data are then samples: a list of dicts or tuples, lists of arrays by name or in

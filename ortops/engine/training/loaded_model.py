@@ -223,18 +223,19 @@ class LoadedModel:
         self.outputs = [label for own in labels for label in own.values()]
         return names
 
-    def weighted(self, numbers: Sequence[int]) -> LoadedModel:
+    def weighted(self, numbers: Sequence[int], *, by_label: bool) -> LoadedModel:
         """Returns the model on the same memory, with losses that have weights of rows.
 
         Args:
             numbers: The indices of the entries whose losses get them.
+            by_label: See `ortops.engine.building.weighted.with_weights`.
 
         Raises:
             ArgumentError: If the loss of one of them has no weighted form that is known.
         """
         result = copy.copy(self)
         trained = {n: self.steps[self.loaded.index(n)].parameters for n in numbers}
-        result.light = with_weights(self.light, trained)
+        result.light = with_weights(self.light, trained, by_label=by_label)
         result.proto = result.light.proto
         result._read()
         result.execution = copy.copy(self.execution)

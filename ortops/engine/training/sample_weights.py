@@ -80,25 +80,25 @@ def weigh(
     argument = "class_weight" if sample_weight is None else "sample_weight"
     name = _weight_input(metadata, argument)
     more: dict[str, Array] = {}
-    if sample_weight is not None:
-        if isinstance(sample_weight, str) and sample_weight != name and sample_weight in inputs:
+    is_named = isinstance(sample_weight, str)
+    in_batches = is_named and sample_weight == name and not _column(data, name)[0]
+    if sample_weight is not None and not in_batches:
+        if is_named and sample_weight != name and sample_weight in inputs:
             raise ArgumentError(
                 f"sample_weight: '{sample_weight}' is another input of the model or the loss; name "
                 "a column that has weights"
             )
         weights = _cast(_weights(data, sample_weight), inputs[name].dtype)
+        if class_weight is not None:
+            weights = inputs.along_rows(name, weights)
         if _has_arrays(data):
             data = dict(inputs.named(data))
-            if isinstance(sample_weight, str):
+            if is_named:
                 data.pop(sample_weight, None)
             elif name in data:
                 raise weights_twice(name)
             data[name] = weights
-        elif (
-            isinstance(data, ArrowRows)
-            and not isinstance(sample_weight, str)
-            and name in data.names
-        ):
+        elif isinstance(data, ArrowRows) and not is_named and name in data.names:
             raise weights_twice(name)
         else:
             more[name] = weights
@@ -138,6 +138,11 @@ def _label_input(metadata: TrainingMetadata, inputs: Inputs, name: str) -> tuple
             f"{', '.join(map(repr, targets))}; use weights= of a loss"
         )
     note, has_labels = notes[0], inputs.has_labels(notes[0].target)
+    if note.shifted:
+        raise ArgumentError(
+            f"class_weight: the loss shifts its labels '{note.target}' by one token; use the loss "
+            "SoftmaxCrossEntropy with labels that are shifted already"
+        )
     is_soft = note.form == "probabilities"
     if is_soft or (not has_labels and note.kind not in ("logits", "probabilities")):
         what = f"'{note.target}' has {'probabilities' if is_soft else 'other numbers'}"

@@ -166,7 +166,7 @@ class TrainingSession:
         self.metadata = self._loaded.metadata
         self.resume_state = self._loaded.resume_state
         self._of_entries: dict[int, TrainingSession] = {}
-        self._of_weights: dict[tuple[int, ...], TrainingSession] = {}
+        self._of_weights: dict[tuple[tuple[int, ...], bool], TrainingSession] = {}
 
     @property
     def _execution(self) -> Execution:
@@ -204,11 +204,12 @@ class TrainingSession:
         numbers = tuple(loaded.number_of(name) for name in names)
         if any(self._only(number).metadata.sample_weights for number in numbers):
             return self
-        if numbers not in self._of_weights:
+        by_label = weights[1] is not None or len(getattr(weights[0], "shape", ())) > 1
+        if (numbers, by_label) not in self._of_weights:
             made = object.__new__(type(self))
             made.__dict__.update(self.__dict__)
             try:
-                loaded = made._loaded = loaded.weighted(numbers)
+                loaded = made._loaded = loaded.weighted(numbers, by_label=by_label)
             except ArgumentError as error:
                 argument = "class_weight" if weights[0] is None else "sample_weight"
                 raise ArgumentError(f"{argument}: {error}") from error
@@ -216,8 +217,8 @@ class TrainingSession:
             made._steps._loaded = loaded
             made._evaluator, made.metadata = Evaluator(loaded), loaded.metadata
             made._of_entries = {}
-            self._of_weights[numbers] = made
-        return self._of_weights[numbers]
+            self._of_weights[numbers, by_label] = made
+        return self._of_weights[numbers, by_label]
 
     def _by_entry(self) -> dict[str, TrainingSession]:
         """Returns a session for each entry, by its name."""

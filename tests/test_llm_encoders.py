@@ -1,0 +1,430 @@
+"""Text encoders beside PyTorch: classification, pairs and retrieval."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from encoder_folders import encoder, tokenizer, write
+from violations import all_violations
+
+from ortops import docs
+from ortops.cli import main
+from ortops.errors import ArgumentError, FeedError, OrtopsError, UnsupportedError
+from ortops.llm import FineTuning
+from ortops.optimizers import SGD
+
+pytestmark = [pytest.mark.torch]
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+TEXTS = [
+    *(("it was a good film", "good"), ("a very nice book", "good"), ("the plot was fine", "good")),
+    *(("it was awful", "bad"), ("a poor plot", "bad"), ("the film was very bad at all", "bad")),
+]
+CLASSES = ["bad", "good"]
+RATE = 0.1
+CALL = {"epochs": 2, "batch_size": 3, "shuffle": False, "progress": False}
+
+
+def feeds(texts: list[Any], model: Any) -> dict[str, Any]:
+    """Returns the tensors of texts, or of pairs, padded."""
+    import torch
+
+    made = tokenizer()
+    made.enable_padding()
+    found = [made.encode_batch(texts)][0]
+    arrays = {
+        "input_ids": [each.ids for each in found],
+        "attention_mask": [each.attention_mask for each in found],
+        "token_type_ids": [each.type_ids for each in found],
+    }
+    if not type(model).__name__.startswith("Bert"):
+        del arrays["token_type_ids"]
+    return {name: torch.tensor(rows) for name, rows in arrays.items()}
+
+
+def curve(model: Any, batches: list[Any], loss: Any) -> list[float]:
+    """Trains a model of PyTorch with SGD for two epochs; returns the loss of each epoch.
+
+    Adam would make steps of the rounding errors of key biases, whose gradient is 0.
+    """
+    import torch
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    found = []
+    for _ in range(2):
+        values = []
+        for batch in batches:
+            optimizer.zero_grad()
+            value = loss(model, batch)
+            value.backward()
+            optimizer.step()
+            values.append(value.item())
+        found.append(float(np.mean(values)))
+    return found
+
+
+def classified(model: Any, rows: list[Any]) -> Any:
+    import torch
+
+    target = torch.tensor([CLASSES.index(row[-1]) for row in rows])
+    texts = [row[0] if len(row) == 2 else row[:2] for row in rows]
+    return torch.nn.functional.cross_entropy(model(**feeds(texts, model))[0], target)
+
+
+BERT, SMALL = "BertForSequenceClassification", "DistilBertForSequenceClassification"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dynamo", "training"),
+    [
+        (BERT, False, False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in itertools.product((BERT, SMALL), (False, True), (False, True))
+            if each != (BERT, False, False)
+        ),
+    ],
+)
+def test_a_classifier_trains_as_in_torch_and_is_saved_as_it_came(
+    kind: str, dynamo: bool, training: bool, tmp_path: Path
+) -> None:
+    model = encoder(kind, id2label=dict(enumerate(CLASSES)))
+    folder = write(model, tmp_path / "base", dynamo=dynamo, training=training)
+    rows = [{"text": text, "label": label} for text, label in TEXTS]
+    tuning = FineTuning(folder, None, task="classification", optimizer=SGD(RATE))
+    history = tuning.fit(rows, **CALL, save=tmp_path / "tuned")
+    expected = curve(model, [TEXTS[:3], TEXTS[3:]], classified)
+    np.testing.assert_allclose([each["loss"] for each in history], expected, rtol=2e-5)
+    assert 0 <= tuning.evaluate(rows)["accuracy"] <= 1
+    names = {"model.onnx", "config.json", "tokenizer.json", "training.state"}
+    assert {file.name for file in (tmp_path / "tuned").iterdir()} == names
+    given = {name: tensor.numpy() for name, tensor in feeds([t for t, _ in TEXTS], model).items()}
+    served = onnxruntime.InferenceSession(tmp_path / "tuned/model.onnx").run(["logits"], given)[0]
+    torch_logits = model(**feeds([t for t, _ in TEXTS], model))[0].detach().numpy()
+    np.testing.assert_allclose(served, torch_logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_pairs_of_texts_have_a_class(dynamo: bool, tmp_path: Path) -> None:
+    model = encoder("BertForSequenceClassification", id2label=dict(enumerate(CLASSES)))
+    folder = write(model, tmp_path / "base", dynamo=dynamo)
+    pairs = [(text, "what was it", label) for text, label in TEXTS]
+    rows = [{"sentence1": a, "sentence2": b, "label": label} for a, b, label in pairs]
+    tuning = FineTuning(folder, None, task="pairs", optimizer=SGD(RATE))
+    history = tuning.fit(rows, **CALL)
+    expected = curve(model, [pairs[:3], pairs[3:]], classified)
+    np.testing.assert_allclose([each["loss"] for each in history], expected, rtol=2e-5)
+
+
+def embedded(model: Any, texts: list[str], pooling: str) -> Any:
+    """Returns embeddings as sentence-transformers computes them, normalized."""
+    import torch
+
+    given = feeds(texts, model)
+    hidden, mask = model(**given)[0], given["attention_mask"][..., None].float()
+    if pooling == "cls":
+        found = hidden[:, 0]
+    elif pooling == "max":
+        found = hidden.masked_fill(mask == 0, -1e9).amax(1)
+    else:
+        found = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
+    return torch.nn.functional.normalize(found, dim=1)
+
+
+ANSWERS = [
+    ("what was it", "a good film", "a bad book"),
+    ("why not", "it was poor", "it was fine at all"),
+    ("what plot", "the plot was nice", "the book"),
+    ("why bad", "it was a very awful film", "good"),
+]
+
+
+def in_batch(pooling: str, *, negatives: bool) -> Any:
+    """MultipleNegativesRanking of sentence-transformers: scale 20, cosines."""
+
+    def loss(model: Any, rows: list[Any]) -> Any:
+        import torch
+
+        columns = [[row[n] for row in rows] for n in range(3 if negatives else 2)]
+        a, *others = (embedded(model, column, pooling) for column in columns)
+        scores = 20 * a @ torch.cat(others).T
+        return torch.nn.functional.cross_entropy(scores, torch.arange(len(rows)))
+
+    return loss
+
+
+def triplets(pooling: str) -> Any:
+    """TripletLoss of sentence-transformers: distances of Euclid, margin 5."""
+
+    def loss(model: Any, rows: list[Any]) -> Any:
+        import torch
+
+        columns = [[row[n] for row in rows] for n in range(3)]
+        a, p, n = (embedded(model, column, pooling) for column in columns)
+        distance = torch.nn.functional.pairwise_distance
+        return torch.relu(distance(a, p) - distance(a, n) + 5).mean()
+
+    return loss
+
+
+def similarities(model: Any, rows: list[Any]) -> Any:
+    """CosineSimilarityLoss of sentence-transformers: squared errors of cosines."""
+    import torch
+
+    a, b = (embedded(model, [row[n] for row in rows], "mean") for n in range(2))
+    return torch.nn.functional.mse_loss((a * b).sum(1), torch.tensor([row[2] for row in rows]))
+
+
+SCORED = [(a, b, n / 4) for n, (a, b, _) in enumerate(ANSWERS)]
+
+
+@pytest.mark.parametrize(
+    ("case", "dynamo"),
+    [
+        ("retrieval", False),
+        *(
+            pytest.param(case, dynamo, marks=pytest.mark.slow)
+            for case in ("retrieval", "negatives", "triplet", "cls", "max", "pairs")
+            for dynamo in (False, True)
+            if (case, dynamo) != ("retrieval", False)
+        ),
+    ],
+)
+def test_embeddings_train_as_in_sentence_transformers(
+    case: str, dynamo: bool, tmp_path: Path
+) -> None:
+    pooling = case if case in ("cls", "max") else "mean"
+    model = encoder("BertModel")
+    folder = write(model, tmp_path / "base", dynamo=dynamo, pooling=pooling)
+    loss, names, data = in_batch(pooling, negatives=False), ("anchor", "positive"), ANSWERS
+    more: dict[str, Any] = {"task": "retrieval"}
+    if case == "negatives":
+        loss, names = in_batch(pooling, negatives=True), ("anchor", "positive", "negative")
+    elif case == "triplet":
+        loss, names = triplets(pooling), ("anchor", "positive", "negative")
+        more["loss"] = "Triplet"
+    elif case == "pairs":
+        loss, names, data = similarities, ("sentence1", "sentence2", "score"), SCORED
+        more["task"] = "pairs"
+    rows = [dict(zip(names, row, strict=False)) for row in data]
+    tuning = FineTuning(folder, None, optimizer=SGD(RATE), **more)
+    call = {**CALL, "batch_size": 2}
+    history = tuning.fit(rows, **call, save=tmp_path / "tuned")
+    expected = curve(model, [data[:2], data[2:]], loss)
+    np.testing.assert_allclose([each["loss"] for each in history], expected, rtol=5e-5)
+    for file in ("onnx/model.onnx", "modules.json", "1_Pooling/config.json", "tokenizer.json"):
+        assert (tmp_path / "tuned" / file).is_file(), file
+    served = onnxruntime.InferenceSession(tmp_path / "tuned/onnx/model.onnx")
+    given = {name: t.numpy() for name, t in feeds([row[0] for row in data], model).items()}
+    (hidden,) = served.run(None, given)
+    expected_hidden = model(**feeds([row[0] for row in data], model))[0].detach().numpy()
+    np.testing.assert_allclose(hidden, expected_hidden, rtol=1e-2, atol=1e-3)
+
+
+# ------------------------------------------------------------------------------- heads and LoRA
+
+
+@pytest.mark.slow
+def test_a_model_of_hidden_states_gets_a_head(tmp_path: Path) -> None:
+    """Beside torch with the same initial head: the first hidden state and a linear layer."""
+    import torch
+
+    model = encoder("BertModel")
+    folder = write(model, tmp_path / "base")
+    rows = [{"text": text, "label": label} for text, label in TEXTS]
+    with pytest.raises(ArgumentError, match="labels must be the names of the classes"):
+        FineTuning(folder, None, task="classification")
+    tuning = FineTuning(folder, None, task="classification", labels=CLASSES, optimizer=SGD(RATE))
+    weight, bias = (tuning.session.parameters[f"classifier.{n}"] for n in ("weight", "bias"))
+    head = torch.nn.Linear(16, 2)
+    head.weight.data, head.bias.data = torch.tensor(weight.copy()), torch.tensor(bias.copy())
+    assert abs(weight).max() < 0.1
+    history = tuning.fit(rows, **CALL, save=tmp_path / "tuned")
+
+    class Classifier(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.head = model, head
+
+        def forward(self, **given: Any) -> Any:
+            return (self.head(self.model(**given)[0][:, 0]),)
+
+    Classifier.__name__ = "BertClassifier"
+    expected = curve(Classifier(), [TEXTS[:3], TEXTS[3:]], classified)
+    np.testing.assert_allclose([each["loss"] for each in history], expected, rtol=2e-5)
+    served = onnxruntime.InferenceSession(tmp_path / "tuned/model.onnx")
+    assert [value.name for value in served.get_outputs()] == ["logits"]
+    config = json.loads((tmp_path / "tuned/config.json").read_text())
+    assert config["label2id"] == {"bad": 0, "good": 1}
+    assert config["id2label"] == {"0": "bad", "1": "good"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT, about transformers
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_an_adapter_trains_as_in_peft(dynamo: bool, tmp_path: Path) -> None:
+    """With the same initial A; the head is trained whole, as PEFT does for classifiers."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model = encoder("BertForSequenceClassification", id2label=dict(enumerate(CLASSES)))
+    folder = write(model, tmp_path / "base", dynamo=dynamo)
+    rows = [{"text": text, "label": label} for text, label in TEXTS]
+    chosen = ["query", "value"]
+    tuning = FineTuning(folder, 4, 8, targets=chosen, task="classification", optimizer=SGD(RATE))
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=chosen, task_type="SEQ_CLS")
+    theirs = get_peft_model(model, config)
+    own = dict(theirs.named_parameters())
+    for name, array in tuning.session.parameters.items():
+        if "lora_A" in name:
+            layer = name.partition(".lora_A")[0]
+            (found,) = (n for n in own if layer.removeprefix("model.") in n and "lora_A" in n)
+            is_turned = array.shape != tuple(own[found].shape)
+            own[found].data = torch.tensor(array.T.copy() if is_turned else array.copy())
+    history = tuning.fit(rows, **CALL, save=tmp_path / "tuned")
+
+    def loss(peft: Any, batch: list[Any]) -> Any:
+        target = torch.tensor([CLASSES.index(row[-1]) for row in batch])
+        given = feeds([row[0] for row in batch], model)
+        return torch.nn.functional.cross_entropy(peft(**given)[0], target)
+
+    expected = curve(theirs, [TEXTS[:3], TEXTS[3:]], loss)
+    np.testing.assert_allclose([each["loss"] for each in history], expected, rtol=2e-5)
+    given = {n: t.numpy() for n, t in feeds([text for text, _ in TEXTS], model).items()}
+    served = onnxruntime.InferenceSession(tmp_path / "tuned/model.onnx").run(None, given)[0]
+    logits = theirs(**feeds([text for text, _ in TEXTS], model))[0].detach().numpy()
+    np.testing.assert_allclose(served, logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [None, 2])
+def test_training_resumes_bit_for_bit(rank: int | None, tmp_path: Path) -> None:
+    model = encoder("BertModel")
+    folder = write(model, tmp_path / "base", pooling="mean")
+    rows = [{"anchor": a, "positive": p} for a, p, _ in ANSWERS]
+    call: dict[str, Any] = {"batch_size": 2, "progress": False, "seed": 3}
+    whole = FineTuning(folder, rank, task="retrieval")
+    whole.fit(rows, epochs=3, **call)
+    begun = FineTuning(folder, rank, task="retrieval")
+    begun.fit(rows, epochs=3, **call, max_steps=3, save=tmp_path / "tuned")
+    loaded = FineTuning.load(tmp_path / "tuned")
+    loaded.fit(rows, epochs=3, **call, resume=True, save=tmp_path / "tuned")
+    assert loaded.session.steps_done == whole.session.steps_done == 6
+    for name, array in whole.session.state.items():
+        np.testing.assert_array_equal(loaded.session.state[name], array, err_msg=name)
+
+
+# ----------------------------------------------------------------------------- the command line
+
+
+def test_a_classifier_from_a_table(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(encoder("BertModel"), tmp_path / "base")
+    lines = ["review,stars", *(f"{text},{1 + 4 * (label == 'good')}" for text, label in TEXTS)]
+    Path("reviews.csv").write_text("\n".join(lines * 1))
+    call = "tune base reviews.csv --task classification --columns text=review label=stars "
+    assert main([*(call + "--epochs 30 --learning-rate 0.01 --save tuned").split()]) == 0
+    config = json.loads(Path("tuned/config.json").read_text())
+    assert config["id2label"] == {"0": "1", "1": "5"}
+    served = onnxruntime.InferenceSession("tuned/model.onnx")
+    model = encoder("BertModel")
+    given = {n: t.numpy() for n, t in feeds([text for text, _ in TEXTS], model).items()}
+    found = served.run(["logits"], given)[0].argmax(axis=1)
+    assert [CLASSES[n] for n in found] == [label for _, label in TEXTS]
+    assert main([*(call + "--resume --epochs 31 --learning-rate 0.01 --save tuned").split()]) == 0
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(encoder("BertModel"), tmp_path / "minilm", pooling="mean")
+    page = (Path(docs.__file__).parent / "encoders.md").read_text()
+    (table,) = re.findall(r"```csv\n(.*?)```", page, re.DOTALL)
+    (console,) = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    Path("reviews.csv").write_text(table)
+    commands = re.findall(r"\$ ortops (.*)\n((?:[^$].*\n)*)", console)
+    assert len(commands) == 2
+    for command, output in commands:
+        capsys.readouterr()
+        assert main(command.split()) == 0
+        said = capsys.readouterr()
+        assert (said.out + said.err).strip() == output.strip()
+    served = onnxruntime.InferenceSession("tuned/onnx/model.onnx")
+    given = {n: t.numpy() for n, t in feeds(["it was a fine film"], encoder("BertModel")).items()}
+    names = json.loads(Path("tuned/config.json").read_text())["id2label"]
+    assert names[str(served.run(["logits"], given)[0][0].argmax())] == "good"
+
+
+# ---------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.slow
+def test_wrong_rows_arguments_and_models_are_refused(tmp_path: Path) -> None:
+    encoders = {
+        "plain": write(encoder("BertModel"), tmp_path / "plain"),
+        "classifier": write(
+            encoder("BertForSequenceClassification", id2label=dict(enumerate(CLASSES))),
+            tmp_path / "classifier",
+        ),
+        "unmasked": write(encoder("BertModel"), tmp_path / "unmasked"),
+    }
+    for name, file, content in (
+        ("wrong", "modules.json", "3"),
+        ("last", "1_Pooling/config.json", '{"pooling_mode_lasttoken": true}'),
+    ):
+        encoders[name] = write(encoder("BertModel"), tmp_path / name, pooling="mean")
+        (encoders[name] / file).write_text(content)
+    unmasked = onnx.load(tmp_path / "unmasked/model.onnx")
+    for node in unmasked.graph.node:
+        node.input[:] = ["input_ids" if n == "attention_mask" else n for n in node.input]
+    onnx.save(unmasked, tmp_path / "unmasked/model.onnx")
+    with all_violations() as check:
+        for folder, arguments, message in (
+            ("plain", {}, "is not a language model: it is an encoder.*task="),
+            ("plain", {"task": "nothing"}, "task must be"),
+            ("plain", {"task": "classification"}, "labels must be the names"),
+            ("plain", {"task": "retrieval", "labels": ["a", "b"]}, "labels must be left out"),
+            ("plain", {"task": "classification", "labels": ["a"]}, "at least 2 classes"),
+            ("plain", {"task": "classification", "labels": ["a", "a"]}, "each once"),
+            ("plain", {"task": "retrieval", "loss": "DPO"}, "loss must be InfoNCE or Triplet"),
+            ("plain", {"labels": CLASSES}, "labels need task="),
+            ("classifier", {"task": "retrieval"}, "has no embeddings"),
+            ("unmasked", {"task": "retrieval"}, "does not read its attention_mask"),
+            ("wrong", {"task": "retrieval"}, "must have a list of modules"),
+            ("last", {"task": "retrieval"}, "must choose one of cls, mean, max, got lasttoken"),
+        ):
+            with check((folder, arguments)), pytest.raises(OrtopsError, match=message):
+                FineTuning(encoders[folder], 2, **arguments)
+        classifier = FineTuning(encoders["classifier"], 2, task="classification")
+        scores = FineTuning(encoders["plain"], 2, task="pairs")
+        answers = FineTuning(encoders["plain"], 2, task="retrieval", loss="Triplet")
+        for tuning, row, message in (
+            (classifier, {"text": "good"}, "must have text.*label"),
+            (classifier, {"text": "good", "label": "ugly"}, "must be one of 'bad', 'good'"),
+            (classifier, {"text": "good", "label": 2}, "must be one of 'bad', 'good'"),
+            (classifier, {"text": " ", "label": "bad"}, "not empty"),
+            (classifier, {"text": 3, "label": "bad"}, "not empty"),
+            (classifier, "good", "must have text"),
+            (scores, {"sentence1": "good", "score": 1}, "must have sentence1"),
+            (scores, {"sentence1": "a", "sentence2": "b", "score": 4}, "from -1 to 1, got 4"),
+            (scores, {"sentence1": "a", "sentence2": "b", "score": float("nan")}, "got nan"),
+            (answers, {"anchor": "good", "positive": "bad"}, "negative"),
+        ):
+            with check(row), pytest.raises(FeedError, match=message):
+                tuning.fit([row], progress=False)
+        with check("generate"), pytest.raises(UnsupportedError, match="generates no text"):
+            scores.generate("good")
+    assert scores.show([{"sentence1": "good", "sentence2": "bad", "score": 0.5}]) == (
+        "row 1: [CLS] good [SEP] | [CLS] bad [SEP] → 0.5"
+    )
