@@ -298,7 +298,8 @@ def _gradients_in_blocks(
         dv = pᵀ dy,  ds = p (dy vᵀ - Σ dy y),  dq = scale · ds k,  dk = scale · dsᵀ q
 
     A Scan computes the scores of a block of queries again, so that memory grows linearly with their
-    number. With a causal window, a block reads only the keys up to its end.
+    number. With a causal window, a block reads only the keys up to its end, and with one of a
+    limited length, only those from its begin on.
 
     Args:
         dy: The cotangent of y, (batch, head, length, size); zero for padding.
@@ -330,10 +331,11 @@ def _gradients_in_blocks(
     starts = op.Mul(op.Range(0, count, 1), rows)
     offset = q.tape.constant(np.array(at.offset)) if isinstance(at.offset, int) else at.offset
     furthest = op.ReduceMax(offset, keepdims=0)
+    nearest = op.ReduceMin(offset, keepdims=0)
 
     operands = [at.k, at.v, *([] if at.sink is None else [at.sink])]
     slices = [cut(q), cut(dy), cut(weighted), starts, None if at.bias is None else cut(at.bias)]
-    block = functools.partial(_gradients_of_block, at, rows, furthest)
+    block = functools.partial(_gradients_of_block, at, rows, furthest, nearest)
     found = scan(block, [zeros_like(x) for x in operands], slices, backwards=False)
     dk, dv, *others = found
     dsink = None if at.sink is None else others.pop(0)
@@ -342,7 +344,7 @@ def _gradients_in_blocks(
 
 
 def _gradients_of_block(
-    at: _Grouped, rows: Tensor, furthest: Tensor, *given: Tensor | None
+    at: _Grouped, rows: Tensor, furthest: Tensor, nearest: Tensor, *given: Tensor | None
 ) -> Sequence[Tensor]:
     """Returns the sums of cotangents of keys, values and sink, and those of a block of queries."""
     *sums, q, dy, weighted, start, bias = given
@@ -353,9 +355,15 @@ def _gradients_of_block(
         reach = op.Add(op.Add(start, inside(q, rows)), inside(q, furthest))
         keys = op.Min(reach, keys)
     end = op.Reshape(op.Add(keys, q.tape.constant(np.array(0))), [1])
-    k, v = (op.Slice(x, [0], end, [2]) for x in (here.k, here.v))
-    allowed = here.allowed(inside(q, rows), op.Add(start, here.offset), keys)
-    shown = None if bias is None else op.Slice(bias, [0], end, [3])
+    begin = q.tape.constant(np.array([0]))
+    if at.left >= 0:  # no query reads a key further to the left of it
+        first = op.Sub(op.Add(start, inside(q, nearest)), at.left)
+        begin = op.Min(op.Max(op.Reshape(first, [1]), begin), end)
+        here = replace(here, seen=op.Sub(here.seen, begin))
+    k, v = (op.Slice(x, begin, end, [2]) for x in (here.k, here.v))
+    place = op.Sub(op.Add(start, here.offset), begin)
+    allowed = here.allowed(inside(q, rows), place, op.Reshape(op.Sub(end, begin), []))
+    shown = None if bias is None else op.Slice(bias, begin, end, [3])
     # A finite number, because no key may be allowed for a row of padding.
     lowest = float(ir.DataType.from_numpy(q.dtype).min) / 2
     factor = factor_of(q, at.scale)
@@ -368,13 +376,15 @@ def _gradients_of_block(
     ds = p * (products(dy, v) - weighted)
     change = None
     if bias is not None:
-        change = pad_axes(ds, [0, op.Sub(size_of(bias, [3]), keys)], None, [3])
+        missing = op.Sub(op.Add(size_of(bias, [3]), begin * 0), end)
+        change = pad_axes(ds, op.Concat(begin, missing, axis=0), None, [3])
         change = unbroadcast(change, bias)
     ds = ds if slope is None else ds * slope
     parts = [group(x, k).mT @ group(z, k) for x, z in ((ds, q * factor), (p, dy))]
-    missing = op.Sub(size_of(here.k, [2]), keys)
+    missing = op.Sub(op.Add(size_of(here.k, [2]), begin * 0), end)
+    pads = op.Concat(begin, missing, axis=0)
     totals = [
-        cast(Tensor, total) + pad_axes(part, [0, missing], None, [2])
+        cast(Tensor, total) + pad_axes(part, pads, None, [2])
         for total, part in zip(sums, parts, strict=False)
     ]
     if p_sink is not None and here.sink is not None:
