@@ -146,7 +146,7 @@ def test_gradients_are_infinite_only_where_the_table_allows_it() -> None:
 # ----------------------------------------------------------------------------- the only table
 
 SUBJECTS = {
-    "graph/files/loading.py: _ONNXRUNTIME": "operators of the default domain that ONNX lacks",
+    "graph/files/loading.py: ONLY_ONNXRUNTIMES": "operators of the default domain that ONNX lacks",
     "graph/matching.py: _ARITHMETIC": "operators so frequent that a refusal does not name them",
     "graph/passes/chunked_logits.py: _BY_NUMBER": "what the pass computes in parts",
     "graph/passes/gelu.py: _PARTS": "the formula that the pass looks for",

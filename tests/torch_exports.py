@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import onnx
@@ -44,26 +45,43 @@ EXPORTERS = ("dynamo", "torchscript", "training")
 """The newer exporter, the older one, and the older one for files that are to be trained."""
 
 
-def exported_by(module: Any, given: Any, exporter: str) -> onnx.ModelProto:
-    """Returns the file of a module of an input x with a free batch, and an output y."""
+def quietly_exported(
+    module: Any, inputs: Mapping[str, Any], *, exporter: str, axes: Mapping[int, str], output: str
+) -> onnx.ModelProto:
+    """Returns the file of a module whose inputs all have the same free axes.
+
+    Args:
+        module: The module.
+        inputs: Its inputs by name, in the order of its arguments.
+        exporter: One of `EXPORTERS`.
+        axes: The names of the free axes.
+        output: The name of its output.
+    """
     import torch
 
-    names: dict[str, Any] = {"input_names": ["x"], "output_names": ["y"]}
-    stream = io.BytesIO()
+    names: dict[str, Any] = {"input_names": [*inputs], "output_names": [output]}
+    given, stream = tuple(inputs.values()), io.BytesIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         if exporter == "dynamo":
-            free = ({0: torch.export.Dim("batch")},)
-            settings: dict[str, Any] = {"dynamo": True, "verbose": False, "dynamic_shapes": free}
-            return torch.onnx.export(module, (given,), None, **names, **settings).model_proto
+            dims = {axis: torch.export.Dim(name) for axis, name in axes.items()}
+            settings: dict[str, Any] = {"dynamo": True, "verbose": False}
+            settings["dynamic_shapes"] = tuple(dims for _ in inputs)
+            return torch.onnx.export(module, given, None, **names, **settings).model_proto
         mode = torch.onnx.TrainingMode.TRAINING
         settings = (
             {"training": mode, "do_constant_folding": False} if exporter == "training" else {}
         )
-        settings |= {"dynamo": False, "opset_version": 17, "dynamic_axes": {"x": {0: "batch"}}}
-        torch.onnx.export(module, (given,), stream, **names, **settings)
+        free = {name: dict(axes) for name in (*inputs, output)}
+        settings |= {"dynamo": False, "opset_version": 17, "dynamic_axes": free}
+        torch.onnx.export(module, given, stream, **names, **settings)
     return onnx.load_from_string(stream.getvalue())
+
+
+def exported_by(module: Any, given: Any, exporter: str) -> onnx.ModelProto:
+    """Returns the file of a module of an input x with a free batch, and an output y."""
+    return quietly_exported(module, {"x": given}, exporter=exporter, axes={0: "batch"}, output="y")
 
 
 def every_layer() -> Any:

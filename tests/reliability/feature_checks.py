@@ -22,7 +22,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ import onnx
 import onnxruntime
 from attacks import run_python
 from feature_models import Array, Arrays
-from features import EXPORTED, OF_FIT, WITHOUT_LABELS, Draw, shrink
+from features import EXPORTED, FIT, OF_FIT, WITHOUT_LABELS, Draw, Space
 from onnx import numpy_helper
 from running import plain_session, run_session
 
@@ -916,12 +916,17 @@ ALSO: dict[str, Any] = {
 # ---------------------------------------------------------------------------------- many draws
 
 
-def problem_of(draw: Draw) -> str:
-    """Returns what goes wrong with a draw, or "" if nothing does."""
+def problem_of(draw: Any, checked: Callable[[Any], None] = check) -> str:
+    """Returns what goes wrong with a draw, or "" if nothing does.
+
+    Args:
+        draw: The draw.
+        checked: Checks it.
+    """
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("error")
-            check(draw)
+            checked(draw)
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames]
@@ -950,14 +955,22 @@ class Failure:
         return f"check({self.draw})\n    {self.problem[:1500]}"
 
 
-def failure_of(draw: Draw) -> Failure | None:
-    """Returns the simplest draw near one that fails like it; None if it does not fail."""
-    problem = problem_of(draw)
+def failure_of(
+    draw: Any, space: Space = FIT, checked: Callable[[Any], None] = check
+) -> Failure | None:
+    """Returns the simplest draw near one that fails like it; None if it does not fail.
+
+    Args:
+        draw: The draw.
+        space: Its space.
+        checked: Checks it.
+    """
+    problem = problem_of(draw, checked)
     if not problem:
         return None
     kind = kind_of(problem)
-    simplest = shrink(draw, lambda other: kind_of(problem_of(other)) == kind)
-    return Failure(repr(simplest), problem_of(simplest))
+    simplest = space.shrink(draw, lambda other: kind_of(problem_of(other, checked)) == kind)
+    return Failure(repr(simplest), problem_of(simplest, checked))
 
 
 def failures_of(chosen: Sequence[Draw], timeout: float) -> list[Failure]:

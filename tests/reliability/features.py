@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any
 
@@ -120,8 +120,21 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 """The values of each feature, the simplest one first."""
 
 
-class _Values:
-    """One combination of features. The defaults are the simplest values.
+class Shown:
+    """A combination of features, whose defaults are the simplest values."""
+
+    def __repr__(self) -> str:
+        """Returns Python that makes it, without the simplest values."""
+        given = (
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)  # type: ignore[arg-type]
+            if getattr(self, field.name) != field.default
+        )
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+class _Values(Shown):
+    """One combination of features.
 
     Attributes:
         model: What is trained; see `feature_models.MODELS`.
@@ -172,15 +185,6 @@ class _Values:
         also: What is checked besides.
         seed: Determines weights, data and order.
     """
-
-    def __repr__(self) -> str:
-        """Returns Python that makes it, without the simplest values."""
-        given = (
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        )
-        return f"Draw({', '.join(given)})"
 
     @property
     def has_rows(self) -> bool:
@@ -553,27 +557,6 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-
-def _forbidden(values: Mapping[str, Any], axis: str) -> bool:
-    """Whether a rule that looks at an axis forbids values of some axes."""
-    return any(
-        rule.forbids(*(values[name] for name in rule.axes))
-        for rule in _rules_of()[axis]
-        if all(name in values for name in rule.axes)
-    )
-
-
-@functools.cache
-def _rules_of() -> dict[str, list[Rule]]:
-    return {axis: [rule for rule in RULES if axis in rule.axes] for axis in AXES}
-
-
-def is_legal(draw: Draw) -> bool:
-    """Whether no rule forbids a draw."""
-    values = {axis: getattr(draw, axis) for axis in AXES}
-    return not any(_forbidden(values, axis) for axis in AXES)
-
-
 # ----------------------------------------------------------------------------------------- draws
 
 
@@ -584,120 +567,155 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 """Two axes, in their order, each with a value."""
 
 
-def _completed(
-    rng: random.Random, given: Mapping[str, Any], missing: Mapping[str, Mapping[Any, set[Any]]]
-) -> dict[str, Any]:
-    for _ in range(TRIES):
-        values = complete(rng, given, missing)
-        if values is not None:
-            return values
-    raise ValueError(f"no legal draw has {given}; add a rule that says why")
+@dataclass(frozen=True)
+class Space:
+    """All combinations of some features.
 
-
-def complete(
-    rng: random.Random, chosen: Mapping[str, Any], missing: Mapping[str, Mapping[Any, set[Any]]]
-) -> dict[str, Any] | None:
-    """Chooses a legal value for each axis.
-
-    Args:
-        rng: What is random.
-        chosen: Values that are given.
-        missing: For each axis and value the pairs that are to occur: the values that have not been
-            beside it. A value with the most of these is chosen.
-
-    Returns:
-        The values; None where these choices left none for an axis.
+    Attributes:
+        draw: The class of a combination.
+        axes: The values of each feature, the simplest one first.
+        rules: The combinations that are not drawn.
     """
-    values = dict(chosen)
-    others = [axis for axis in AXES if axis not in values]
-    rng.shuffle(others)
-    for axis in others:
-        options = list(AXES[axis])
-        rng.shuffle(options)
-        if missing:
-            taken = set(values.items())
-            options.sort(key=lambda value: -len(missing[axis][value] & taken))
-        for value in options:
-            values[axis] = value
-            if not _forbidden(values, axis):
-                break
-        else:
-            return None
-    return values
 
+    draw: Callable[..., Any]
+    axes: Mapping[str, tuple[Any, ...]]
+    rules: Sequence[Rule]
 
-def legal_pairs() -> set[Pair]:
-    """Returns the pairs of values of two axes that no rule of these two axes forbids."""
-    return {
-        ((first, one), (second, other))
-        for first, second in itertools.combinations(AXES, 2)
-        for one in AXES[first]
-        for other in AXES[second]
-        if not _forbidden({first: one, second: other}, first)
-        and not _forbidden({first: one}, first)
-        and not _forbidden({second: other}, second)
-    }
+    @functools.cached_property
+    def _rules(self) -> dict[str, list[Rule]]:
+        return {axis: [r for r in self.rules if axis in r.axes] for axis in self.axes}
 
+    def _forbidden(self, values: Mapping[str, Any], axis: str) -> bool:
+        """Whether a rule that looks at an axis forbids values of some axes."""
+        return any(
+            rule.forbids(*(values[name] for name in rule.axes))
+            for rule in self._rules[axis]
+            if all(name in values for name in rule.axes)
+        )
 
-def draws_of(seed: int, count: int, **given: Any) -> Iterator[Draw]:
-    """Yields independent draws that have given values.
+    def is_legal(self, draw: Any) -> bool:
+        """Whether no rule forbids a draw."""
+        values = {axis: getattr(draw, axis) for axis in self.axes}
+        return not any(self._forbidden(values, axis) for axis in self.axes)
 
-    Args:
-        seed: Determines them.
-        count: How many.
-        **given: The values, by axis.
-    """
-    rng = random.Random(f"{seed} {given}")
-    for number in range(count):
-        yield Draw(**_completed(rng, given, {}), seed=number)
+    def _completed(
+        self,
+        rng: random.Random,
+        given: Mapping[str, Any],
+        missing: Mapping[str, Mapping[Any, set[Any]]],
+    ) -> dict[str, Any]:
+        for _ in range(TRIES):
+            values = self.complete(rng, given, missing)
+            if values is not None:
+                return values
+        raise ValueError(f"no legal draw has {given}; add a rule that says why")
 
+    def complete(
+        self,
+        rng: random.Random,
+        chosen: Mapping[str, Any],
+        missing: Mapping[str, Mapping[Any, set[Any]]],
+    ) -> dict[str, Any] | None:
+        """Chooses a legal value for each axis.
 
-def draws(seed: int, count: int) -> Iterator[Draw]:
-    """Yields draws: first such that all pairs occur, then independent ones.
+        Args:
+            rng: What is random.
+            chosen: Values that are given.
+            missing: For each axis and value the pairs that are to occur: the values that have not
+                been beside it. A value with the most of these is chosen.
 
-    Args:
-        seed: Determines them.
-        count: How many.
-    """
-    rng = random.Random(seed)
-    missing: dict[str, dict[Any, set[Any]]] = {
-        axis: {value: set() for value in values} for axis, values in AXES.items()
-    }
-    left = sorted(legal_pairs(), key=repr)
-    rng.shuffle(left)
-    for one, other in left:
-        missing[one[0]][one[1]].add(other)
-        missing[other[0]][other[1]].add(one)
-    for number in range(count):
-        while left and left[-1][1] not in missing[left[-1][0][0]][left[-1][0][1]]:
-            left.pop()
-        values = _completed(rng, dict(left[-1]) if left else {}, missing if left else {})
-        for one, other in itertools.combinations(values.items(), 2):
-            missing[one[0]][one[1]].discard(other)
-            missing[other[0]][other[1]].discard(one)
-        yield Draw(**values, seed=number)
-
-
-def pairs_of(draw: Draw) -> set[Pair]:
-    """Returns the pairs of values that a draw has."""
-    return set(itertools.combinations(((axis, getattr(draw, axis)) for axis in AXES), 2))
-
-
-def shrink(draw: Draw, fails: Callable[[Draw], bool]) -> Draw:
-    """Returns the simplest draw near one that fails which fails, too.
-
-    Args:
-        draw: One that fails.
-        fails: Whether a draw fails in the same way.
-    """
-    before = None
-    while draw != before:
-        before = draw
-        for axis, values in {**AXES, "seed": (0, draw.seed)}.items():
-            given = getattr(draw, axis)  # a test may ask for a model that is not drawn
-            for value in values[: values.index(given) if given in values else 0]:
-                simpler = replace(draw, **{axis: value})
-                if is_legal(simpler) and fails(simpler):
-                    draw = simpler
+        Returns:
+            The values; None where these choices left none for an axis.
+        """
+        values = dict(chosen)
+        others = [axis for axis in self.axes if axis not in values]
+        rng.shuffle(others)
+        for axis in others:
+            options = list(self.axes[axis])
+            rng.shuffle(options)
+            if missing:
+                taken = set(values.items())
+                options.sort(key=lambda value: -len(missing[axis][value] & taken))
+            for value in options:
+                values[axis] = value
+                if not self._forbidden(values, axis):
                     break
-    return draw
+            else:
+                return None
+        return values
+
+    def legal_pairs(self) -> set[Pair]:
+        """Returns the pairs of values of two axes that no rule of these two axes forbids."""
+        return {
+            ((first, one), (second, other))
+            for first, second in itertools.combinations(self.axes, 2)
+            for one in self.axes[first]
+            for other in self.axes[second]
+            if not self._forbidden({first: one, second: other}, first)
+            and not self._forbidden({first: one}, first)
+            and not self._forbidden({second: other}, second)
+        }
+
+    def draws_of(self, seed: int, count: int, **given: Any) -> Iterator[Any]:
+        """Yields independent draws that have given values.
+
+        Args:
+            seed: Determines them.
+            count: How many.
+            **given: The values, by axis.
+        """
+        rng = random.Random(f"{seed} {given}")
+        for number in range(count):
+            yield self.draw(**self._completed(rng, given, {}), seed=number)
+
+    def draws(self, seed: int, count: int) -> Iterator[Any]:
+        """Yields draws: first such that all pairs occur, then independent ones.
+
+        Args:
+            seed: Determines them.
+            count: How many.
+        """
+        rng = random.Random(seed)
+        missing: dict[str, dict[Any, set[Any]]] = {
+            axis: {value: set() for value in values} for axis, values in self.axes.items()
+        }
+        left = sorted(self.legal_pairs(), key=repr)
+        rng.shuffle(left)
+        for one, other in left:
+            missing[one[0]][one[1]].add(other)
+            missing[other[0]][other[1]].add(one)
+        for number in range(count):
+            while left and left[-1][1] not in missing[left[-1][0][0]][left[-1][0][1]]:
+                left.pop()
+            values = self._completed(rng, dict(left[-1]) if left else {}, missing if left else {})
+            for one, other in itertools.combinations(values.items(), 2):
+                missing[one[0]][one[1]].discard(other)
+                missing[other[0]][other[1]].discard(one)
+            yield self.draw(**values, seed=number)
+
+    def pairs_of(self, draw: Any) -> set[Pair]:
+        """Returns the pairs of values that a draw has."""
+        return set(itertools.combinations(((axis, getattr(draw, axis)) for axis in self.axes), 2))
+
+    def shrink(self, draw: Any, fails: Callable[[Any], bool]) -> Any:
+        """Returns the simplest draw near one that fails which fails, too.
+
+        Args:
+            draw: One that fails.
+            fails: Whether a draw fails in the same way.
+        """
+        before = None
+        while draw != before:
+            before = draw
+            for axis, values in {**self.axes, "seed": (0, draw.seed)}.items():
+                given = getattr(draw, axis)  # a test may ask for a model that is not drawn
+                for value in values[: values.index(given) if given in values else 0]:
+                    simpler = replace(draw, **{axis: value})
+                    if self.is_legal(simpler) and fails(simpler):
+                        draw = simpler
+                        break
+        return draw
+
+
+FIT = Space(Draw, AXES, RULES)
+"""The combinations of features of fit."""

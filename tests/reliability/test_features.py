@@ -16,17 +16,7 @@ from typing import Any
 import pytest
 from attacks import SOAK
 from feature_checks import check, failure_of, failures_of
-from features import (
-    AXES,
-    EXPORTED,
-    WITHOUT_AXIS,
-    Draw,
-    draws,
-    draws_of,
-    is_legal,
-    legal_pairs,
-    pairs_of,
-)
+from features import AXES, EXPORTED, FIT, WITHOUT_AXIS, Draw
 
 from ortops import OrtopsError, TrainingSession
 from ortops.engine.training.fit_options import OPTIONS
@@ -43,7 +33,7 @@ AT_ONCE = 10 if SOAK == 1 else 100
 
 @functools.cache
 def drawn(seed: int) -> list[Draw]:
-    return list(draws(seed, DRAWS))
+    return list(FIT.draws(seed, DRAWS))
 
 
 @pytest.mark.slow
@@ -61,16 +51,16 @@ def test_any_combination_of_features(seed: int, first: int) -> None:
 @pytest.mark.parametrize("seed", [SEED])
 @pytest.mark.parametrize("model", EXPORTED)
 def test_any_combination_with_a_model_of_torch(model: str, seed: int) -> None:
-    for draw in draws_of(seed, 2 * SOAK, model=model):
+    for draw in FIT.draws_of(seed, 2 * SOAK, model=model):
         failure = failure_of(draw)
         assert failure is None, f"ORTOPS_FEATURES_SEED={seed}\n{failure}"
 
 
 @pytest.mark.slow
 def test_every_pair_of_values_is_drawn() -> None:
-    missing = legal_pairs()
-    for draw in draws(SEED, 600):
-        missing -= pairs_of(draw)
+    missing = FIT.legal_pairs()
+    for draw in FIT.draws(SEED, 600):
+        missing -= FIT.pairs_of(draw)
     assert not missing
 
 
@@ -115,7 +105,7 @@ REFUSED = [
 @pytest.mark.quick(10)
 @pytest.mark.parametrize(("draw", "message"), REFUSED, ids=repr)
 def test_what_cannot_be_combined_is_refused(draw: Draw, message: str) -> None:
-    assert not is_legal(draw)
+    assert not FIT.is_legal(draw)
     with pytest.raises(OrtopsError, match=message):
         check(draw)
 

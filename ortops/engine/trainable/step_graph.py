@@ -66,7 +66,7 @@ from ortops.graph.edit import (
 from ortops.graph.faults import use_exact_products
 from ortops.graph.files import loading
 from ortops.graph.files.external import LightModel, detach
-from ortops.graph.files.loading import ModelLike
+from ortops.graph.files.loading import ONLY_ONNXRUNTIMES, ModelLike
 from ortops.graph.files.messages import describe_node
 from ortops.graph.files.serialization import BOUND_DOMAIN, name_tensors, to_proto
 from ortops.graph.names import Names
@@ -532,7 +532,9 @@ def _check_algorithm(proto: onnx.ModelProto, entry: int) -> None:
     opset = max((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), default=0)
     has_operator = functools.cache(onnx.defs.has)
     for node in proto.training_info[entry].algorithm.node:
-        if not node.domain and opset and not has_operator(node.op_type, opset):
+        if node.domain or not opset or node.op_type in ONLY_ONNXRUNTIMES:
+            continue
+        if not has_operator(node.op_type, opset):
             raise ModelError(
                 f"{where}: {describe_node(node)}: opset {opset} has no such operator; correct its "
                 "name, or import a newer opset"

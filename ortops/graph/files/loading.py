@@ -283,10 +283,11 @@ def _fault(proto: onnx.ModelProto) -> str | None:
     return None
 
 
-_ONNXRUNTIME = frozenset(
+ONLY_ONNXRUNTIMES = frozenset(
     {"Affine", "Crop", "DynamicSlice", "GivenTensorFill", "ImageScaler", "ParametricSoftplus"}
     | {"Scale", "ScaledTanh", "SimplifiedLayerNormalization"}
 )
+"""Operators that onnxruntime has in the standard domain, and the standard has not."""
 
 
 def _move_to_onnxruntime(model: onnx.ModelProto) -> None:
@@ -295,7 +296,7 @@ def _move_to_onnxruntime(model: onnx.ModelProto) -> None:
     onnx's checker would take them for a fault. It skips domains that it does not know.
     """
     for node in model.graph.node:
-        if not node.domain and node.op_type in _ONNXRUNTIME:
+        if not node.domain and node.op_type in ONLY_ONNXRUNTIMES:
             node.domain = MICROSOFT
     if MICROSOFT not in {entry.domain for entry in model.opset_import}:
         model.opset_import.add(domain=MICROSOFT, version=1)
