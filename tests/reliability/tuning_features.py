@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
 import signal
 import tempfile
@@ -32,6 +31,7 @@ from torch_exports import quietly_exported
 import ortops
 from models import llama
 from ortops import lora, losses, schedules
+from ortops.engine.check import quiet
 from ortops.llm import FineTuning
 from ortops.losses import DPO, NextToken
 
@@ -62,6 +62,8 @@ WITHOUT_AXIS = {
     "alpha_pattern": "the axis patterns",
     "learning_rate": "the axis rate",
     "clip_norm": "the axis clip",
+    "task": "text encoders: tests/test_llm_encoders.py",
+    "labels": "the same",
     "adapter": "the values peft and adapter file of the axis also",
     "seed": "it is drawn with the rows",
     "providers": "tests/test_webgpu.py and tests/test_gpu.py",
@@ -742,8 +744,7 @@ def check(draw: Any) -> None:
     Raises:
         AssertionError: If something does not hold.
     """
-    logging.getLogger("ortops").setLevel(logging.ERROR)
-    with base_of(draw) as base:
+    with quiet(), base_of(draw) as base:
         _check(draw, base)
 
 
