@@ -19,6 +19,7 @@ from ortops import docs
 from ortops.cli import main
 from ortops.errors import ArgumentError, FeedError, OrtopsError, UnsupportedError
 from ortops.llm import FineTuning
+from ortops.llm.encoder_rows import labels_in
 from ortops.optimizers import SGD
 
 pytestmark = [pytest.mark.torch]
@@ -189,16 +190,13 @@ def similarities(model: Any, rows: list[Any]) -> Any:
 SCORED = [(a, b, n / 4) for n, (a, b, _) in enumerate(ANSWERS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dynamo"),
     [
-        ("retrieval", False),
-        *(
-            pytest.param(case, dynamo, marks=pytest.mark.slow)
-            for case in ("retrieval", "negatives", "triplet", "cls", "max", "pairs")
-            for dynamo in (False, True)
-            if (case, dynamo) != ("retrieval", False)
-        ),
+        (case, dynamo)
+        for case in ("retrieval", "negatives", "triplet", "cls", "max", "pairs")
+        for dynamo in (False, True)
     ],
 )
 def test_embeddings_train_as_in_sentence_transformers(
@@ -328,6 +326,7 @@ def test_training_resumes_bit_for_bit(rank: int | None, tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------- the command line
 
 
+@pytest.mark.slow
 def test_a_classifier_from_a_table(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     write(encoder("BertModel"), tmp_path / "base")
@@ -362,8 +361,34 @@ def test_the_commands_of_the_page(tmp_path: Path, capsys: Any, monkeypatch: Any)
         assert (said.out + said.err).strip() == output.strip()
     served = onnxruntime.InferenceSession("tuned/onnx/model.onnx")
     given = {n: t.numpy() for n, t in feeds(["it was a fine film"], encoder("BertModel")).items()}
+    assert not Path("tuned/modules.json").exists()  # it is no model of embeddings any more
+    assert not Path("tuned/1_Pooling").exists()
     names = json.loads(Path("tuned/config.json").read_text())["id2label"]
     assert names[str(served.run(["logits"], given)[0][0].argmax())] == "good"
+
+
+def test_classes_in_data() -> None:
+    cases = [
+        ([2, 10, "1", 2.0], ["1", "2", "10"]),
+        (["b", " a", "a "], ["a", "b"]),
+        ([True, False], ["False", "True"]),
+    ]
+    with all_violations() as check:
+        for labels, expected in cases:
+            with check(labels):
+                assert labels_in([{"text": "x", "label": each} for each in labels]) == expected
+        for label in (float("nan"), "", " ", ["a"], 0.5, None):
+            with check(label), pytest.raises(FeedError, match="row 2"):
+                labels_in([{"text": "x", "label": each} for each in ("a", label)])
+
+
+@pytest.mark.slow
+def test_texts_are_cut_as_the_folder_says(tmp_path: Path) -> None:
+    folder = write(encoder("BertModel"), tmp_path / "base", pooling="mean")
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 4}')
+    rows = [{"anchor": "it was a good film", "positive": "nice"}]
+    tuning = FineTuning(folder, 2, task="retrieval")
+    assert tuning.show(rows) == "row 1: [CLS] it was [SEP] | [CLS] nice [SEP]"
 
 
 # ---------------------------------------------------------------------------- what is refused
@@ -407,12 +432,18 @@ def test_wrong_rows_arguments_and_models_are_refused(tmp_path: Path) -> None:
             with check((folder, arguments)), pytest.raises(OrtopsError, match=message):
                 FineTuning(encoders[folder], 2, **arguments)
         classifier = FineTuning(encoders["classifier"], 2, task="classification")
+        ratings = {"task": "classification", "labels": ["1", "2", "3"]}
+        stars = FineTuning(encoders["plain"], 2, **ratings)
         scores = FineTuning(encoders["plain"], 2, task="pairs")
         answers = FineTuning(encoders["plain"], 2, task="retrieval", loss="Triplet")
         for tuning, row, message in (
             (classifier, {"text": "good"}, "must have text.*label"),
             (classifier, {"text": "good", "label": "ugly"}, "must be one of 'bad', 'good'"),
             (classifier, {"text": "good", "label": 2}, "must be one of 'bad', 'good'"),
+            (classifier, {"text": "good", "label": float("nan")}, "a text that is not empty.*nan"),
+            (classifier, {"text": "good", "label": 0.5}, "an integer or a boolean, got 0.5"),
+            (classifier, {"text": "good", "label": ["bad"]}, "an integer or a boolean, got .'bad'"),
+            (stars, {"text": "good", "label": 0}, "must be one of '1', '2', '3', got 0"),
             (classifier, {"text": " ", "label": "bad"}, "not empty"),
             (classifier, {"text": 3, "label": "bad"}, "not empty"),
             (classifier, "good", "must have text"),

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortops._common.numbers import integer
+from ortops._common.numbers import real
 from ortops.errors import ArgumentError, FeedError
-from ortops.llm.encoders import PLACES, Encoder
+from ortops.llm.encoders import PLACES, Encoder, longest_of
 from ortops.llm.examples import Reading
 from ortops.llm.row_files import Columns, Rows, prepared, rows_of
 from ortops.llm.row_kinds import RowKind
@@ -51,7 +51,7 @@ class Texts(RowKind):
 
     def __init__(self, encoder: Encoder, *settings: Any) -> None:
         super().__init__(*settings)
-        self._encoder = encoder
+        self._encoder, self._longest = encoder, longest_of(self.folder)
         self._classes = {name: number for number, name in enumerate(encoder.labels)}
         wanted = ["text (or sentence1)", "optionally text_pair (or sentence2)", "label"]
         if encoder.compares:
@@ -80,7 +80,8 @@ class Texts(RowKind):
         target = self._target(row, number)
         found = []
         for each in texts:
-            tokens, types, is_cut = self.tokenizer().encoded(each, reading.max_length)
+            longest = min(reading.max_length, self._longest)
+            tokens, types, is_cut = self.tokenizer().encoded(each, longest)
             reading.met["cut"] += is_cut
             found.append(Text(tokens, types, target))
         return [tuple(found)]
@@ -99,11 +100,11 @@ class Texts(RowKind):
         return 0 if self._encoder.compares else self._class(row["label"], number)
 
     def _class(self, label: Any, number: int) -> int:
-        """Returns the number of a class, by its name or number."""
-        name = label_name(label)
+        """Returns the number of a class, by its name, or by itself if names are no numbers."""
+        name = label_name(label, number)
         if name in self._classes:
             return self._classes[name]
-        known = integer(label) if not isinstance(label, str) else integer(_number(label))
+        known = None if any(each[:1].isdigit() for each in self._classes) else _number(name)
         if known is not None and 0 <= known < len(self._classes):
             return known
         raise FeedError(
@@ -160,7 +161,7 @@ def labels_in(data: Rows, columns: Columns = None) -> list[str]:
         row = prepared(row, columns)
         if not isinstance(row, Mapping) or "label" not in row:
             raise FeedError(f"data: row {number} must have label, got {row!r:.80}")
-        found[label_name(row["label"])] = None
+        found[label_name(row["label"], number)] = None
     numbers = [_number(name) for name in found]
     if all(each is not None for each in numbers):
         names = sorted(found, key=lambda name: _number(name) or 0)
@@ -171,10 +172,27 @@ def labels_in(data: Rows, columns: Columns = None) -> list[str]:
     return names
 
 
-def label_name(label: Any) -> str:
-    """Returns the name of a class."""
-    whole = isinstance(label, float | np.floating) and math.isfinite(label) and label == int(label)
-    return str(int(label)) if whole else str(label)
+def label_name(label: Any, row: int) -> str:
+    """Returns the name of a class: a text without spaces around it, or a number.
+
+    Args:
+        label: The text, or an integer or boolean, also as a float.
+        row: The number of the row, from 1.
+
+    Raises:
+        FeedError: If it is something else.
+    """
+    if isinstance(label, str) and label.strip():
+        return label.strip()
+    if isinstance(label, bool | np.bool_):
+        return str(label)
+    whole = None if isinstance(label, str) else real(label)
+    if whole is None or not math.isfinite(whole) or whole != int(whole):
+        raise FeedError(
+            f"data: row {row}: label must be a text that is not empty, an integer or a boolean, "
+            f"got {label!r:.80}"
+        )
+    return str(int(whole))
 
 
 def _number(text: str) -> int | None:

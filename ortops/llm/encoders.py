@@ -32,6 +32,11 @@ from ortops.surgery import replace_head
 
 _HEAD = "classifier"
 _POOLING = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max"}
+OF_EMBEDDINGS = (
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+)
+"""Files of sentence-transformers, which say how hidden states become embeddings."""
+
 _LARGEST = 2**20
 """The largest size of modules.json in bytes."""
 
@@ -256,6 +261,13 @@ def _modules(folder: Folder) -> list[Mapping[str, Any]]:
     return found
 
 
+def longest_of(folder: Folder) -> int:
+    """Returns the largest number of tokens that those who serve a folder give to its model."""
+    own = (_settings(folder, "sentence_bert_config.json") or {}).get("max_seq_length")
+    found = [own, folder.tokenizer_config.get("model_max_length")]
+    return min((n for n in found if type(n) is int and n > 0), default=2**31)
+
+
 def folders_of_modules(folder: Folder) -> list[str]:
     """Returns the subfolders of a folder of sentence-transformers that its modules name."""
     names = [str(each.get("path", "")) for each in _modules(folder)]
@@ -352,6 +364,8 @@ def settings_with_labels(folder: Folder, labels: Sequence[str]) -> dict[str, byt
     found = dict(read_settings(file)) if file.exists() else {}
     found |= {"id2label": {str(n): name for n, name in enumerate(labels)}}
     found |= {"label2id": {name: n for n, name in enumerate(labels)}}
+    if "num_labels" in found:
+        found["num_labels"] = len(labels)
     kinds = found.get("architectures")
     if isinstance(kinds, list):
         ends = (each.removesuffix("Model") for each in kinds if isinstance(each, str))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,7 +211,7 @@ def _parts(folder: Path) -> dict[str, Path]:
     return {}
 
 
-def copy_others(folder: Folder, target: Path, *, without: str = "") -> None:
+def copy_others(folder: Folder, target: Path, *, without: Collection[str] = ()) -> None:
     """Copies what is in a folder besides the model and its adapters to another folder.
 
     Directories are not copied.
@@ -219,13 +219,13 @@ def copy_others(folder: Folder, target: Path, *, without: str = "") -> None:
     Args:
         folder: The folder.
         target: The other folder.
-        without: The name of a file that is not copied either.
+        without: The names of files that are not copied either.
     """
     files = [folder.model, *folder.parts.values()]
     tensors = [tensor for file in files for tensor in graph_of(file).initializer]
     data = {e.value for t in tensors for e in t.external_data if e.key == "location"}
     for file in sorted(folder.path.iterdir()):
-        is_model = file.suffix in (".onnx", _ADAPTERS) or file.name in {*data, without}
+        is_model = file.suffix in (".onnx", _ADAPTERS) or file.name in {*data, *without}
         is_copied = file.is_file() and not is_model and not is_temporary(file.name)
         if is_copied and file.parent.resolve() != target.resolve():
             if leads_out(folder.path, file):

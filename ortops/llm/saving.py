@@ -23,7 +23,7 @@ from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.messages import size_of
 from ortops.graph.files.saving import write_model
 from ortops.graph.magnitudes import with_given_scales
-from ortops.llm.encoders import folders_of_modules, settings_with_labels
+from ortops.llm.encoders import OF_EMBEDDINGS, folders_of_modules, settings_with_labels
 from ortops.llm.folder import GENAI_CONFIG, Folder, copy_others, genai_config
 from ortops.llm.graphs import prune
 from ortops.llm.merging import merged_model
@@ -144,10 +144,11 @@ class FolderWriter:
         if target.resolve() not in self._finished:
             write_atomically(target / UNFINISHED, _NOTE, follow=False)
         if target.resolve() != self._folder.path.resolve():
-            copy_others(self._folder, target, without=TRAINING)
+            left = {TRAINING, *(OF_EMBEDDINGS if self._labels else ())}
+            copy_others(self._folder, target, without=left)
             if settings := genai_config(self._folder):
                 write_atomically(target / GENAI_CONFIG, settings.encode(), follow=False)
-            for name in folders_of_modules(self._folder):
+            for name in () if self._labels else folders_of_modules(self._folder):
                 module = replace(self._folder, path=self._folder.path / name)
                 copy_others(module, folder_within(target, Path(name)))
             for name, content in settings_with_labels(self._folder, self._labels).items():
