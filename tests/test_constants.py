@@ -412,6 +412,17 @@ def test_matrices_that_are_fixed_by_their_values(constant: bool) -> None:
                 assert ("w" in work.choice.unexpected) == bool(expected)
 
 
+def test_the_kernel_of_a_filter_that_is_stored_in_another_shape() -> None:
+    model = _model(
+        "m (float[n, 1, h, w] x) => (float[n, 3, a, b] y)"
+        " { k = Reshape (flat, q)  y = Conv (x, k) }",
+        flat=np.stack([_SOBEL] * 3).reshape(27),
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([3, 1, 3, 3]), "q"))
+    reasons = prepare_for_training(model, None, "auto").choice.reasons
+    assert "holds the kernel of a filter" in reasons["flat"]
+
+
 def test_fixed_matrices_are_said_and_trained_by_their_names_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -13,7 +13,7 @@ from running import run
 
 import ortops
 from ortops.engine.check import check as check_model
-from ortops.engine.lowering import lower_prepared, prepare
+from ortops.engine.lowering import lower_prepared, prepare, takes_python_kernel
 from ortops.graph.autodiff import expansion
 from ortops.graph.autodiff.registry import Definition, Table
 from ortops.graph.autodiff.rules import RULES
@@ -185,3 +185,20 @@ def test_check_takes_apart_too() -> None:
     whole.graph.node[0].attribute.append(helper.make_attribute("slope", 2.0))
     (problem,) = check_model(whole).problems
     assert problem.startswith("BiasGelu node 'gelu': there is no gradient for attribute 'slope'")
+
+
+def test_whether_nodes_were_replaced() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 11, opset_import: ["": 23]>
+        m (float[1, 2, 3, 4] x, float[1, 3, 2] c) => (float[1, 2, 3, 4] y, float[1, 3, 2] z)
+        { y = RotaryEmbedding (x, c, c)  z = Relu (c) }"""
+    )
+    for place, expected in enumerate((True, False)):
+        work = to_ir(model)
+        assert expansion.expand_nodes(work, [[*work.graph][place]], RULES) is expected
+
+
+def test_optimizers_of_unknown_types_have_no_python_kernel() -> None:
+    known, unknown = ir.Value(name="a", type=ir.TensorType(ir.DataType.FLOAT)), ir.Value(name="b")
+    for inputs, expected in (([known], True), ([known, unknown], False), ([known, None], False)):
+        assert takes_python_kernel(ir.Node("", "Adam", inputs)) is expected

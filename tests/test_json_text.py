@@ -18,7 +18,7 @@ from training_models import affine, classifier, labelled
 import ortops
 from ortops import ModelError, OrtopsError, TrainingSession, build_training_model
 from ortops.cli import main
-from ortops.graph.files.json_text import read_json
+from ortops.graph.files.json_text import read_json, read_settings
 from ortops.graph.safetensors import read_safetensors
 
 VALUES = st.recursive(
@@ -195,3 +195,12 @@ def test_labels_that_are_too_large(number: str) -> None:
     values["labels"].metadata_props[0].value = f'[{{"classes": {number}, "ignored": null}}]'
     with pytest.raises(OrtopsError, match=r"input 'labels': metadata 'ortops.labels' must be"):
         TrainingSession(model)
+
+
+def test_settings_with_half_of_a_character_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text('{"name": "\\ud83d\\ude42"}')  # both halves
+    assert read_settings(file) == {"name": "\U0001f642"}
+    file.write_text('{"name": "\\ud83d"}')
+    with pytest.raises(ModelError, match="invalid JSON"):
+        read_settings(file)

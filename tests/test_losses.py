@@ -388,3 +388,9 @@ def test_numbers_of_a_loss_that_do_not_fit_the_prediction(loss: Any, message: st
     with pytest.raises(ModelError) as raised:
         build_training_model(tape.model(), loss=loss, optimizer="SGD")
     assert message in str(raised.value)
+
+
+def test_losses_that_may_be_negative() -> None:
+    """Of the others, a negative value is an error; a subclass may compute something else."""
+    found = {name for name, kind in LOSSES.items() if not vars(kind).get("not_negative")}
+    assert found == {"DPO", "GaussianNLL", "KullbackLeibler", "NextToken", "PoissonNLL"}

@@ -955,3 +955,11 @@ def test_predictions_of_a_file_that_are_none() -> None:
     assert str(raised.value) == (
         "metadata_props 'ortops.training': 'predictions' must be an array, got {'tensor': 'boxes'}"
     )
+
+
+def test_accuracy_of_classes_and_of_soft_answers() -> None:
+    """Outputs may be classes already; a target of 0.5 is no yes."""
+    classes = np.array([1, 2, 3]), np.array([1, 2, 0])
+    assert measured(Accuracy(), *classes) == pytest.approx(2 / 3)
+    answers = np.array([0.9, 0.9, 0.1]), np.array([0.5, 1.0, 0.0])
+    assert measured(Accuracy(threshold=0.5), *answers) == pytest.approx(2 / 3)

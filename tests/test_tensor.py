@@ -531,3 +531,9 @@ def test_a_tape_and_the_cache_of_shapes_keep_no_copies() -> None:
     added = [key for key in inference._inferred if key not in before]
     assert len(added) == 3
     assert max(len(repr(key)) for key in added) < 1000
+
+
+def test_only_models_with_gradients_import_their_domain() -> None:
+    with Tape(name="plain") as tape:
+        tape.output(tape.input("x", np.float32, [2]) * 2.0, "y")
+    assert [entry.domain for entry in tape.model().opset_import] == [""]
