@@ -38,6 +38,8 @@ FILES = {
     "test_exported_models.py": ("torch", "onnxscript", "transformers"),
     "test_lora_peft.py": ("torch", "onnxscript", "transformers", "peft"),
     "test_lora_language_models.py": ("torch", "transformers", "peft"),
+    "test_llm_encoders.py": ("torch", "onnxscript", "transformers", "tokenizers", "peft"),
+    "tuning_features.py": ("torch",),
     "test_function_torch.py": ("torch",),
     "test_optimized_exports.py": ("torch", "onnxscript", "transformers"),
     "jax_function.py": ("jax",),

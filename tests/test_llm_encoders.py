@@ -23,9 +23,6 @@ from ortops.llm.encoder_rows import labels_in
 from ortops.optimizers import SGD
 
 pytestmark = [pytest.mark.torch]
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
 
 TEXTS = [
     *(("it was a good film", "good"), ("a very nice book", "good"), ("the plot was fine", "good")),
