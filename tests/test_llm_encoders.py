@@ -29,6 +29,7 @@ TEXTS = [
     *(("it was awful", "bad"), ("a poor plot", "bad"), ("the film was very bad at all", "bad")),
 ]
 CLASSES = ["bad", "good"]
+CLASSIFY = {"task": "classification"}
 RATE = 0.1
 CALL = {"epochs": 2, "batch_size": 3, "shuffle": False, "progress": False}
 
@@ -422,6 +423,11 @@ def test_wrong_rows_arguments_and_models_are_refused(tmp_path: Path) -> None:
             ("plain", {"task": "retrieval", "loss": "DPO"}, "loss must be InfoNCE or Triplet"),
             ("plain", {"labels": CLASSES}, "labels need task="),
             ("classifier", {"task": "retrieval"}, "has no embeddings"),
+            (
+                "classifier",
+                {**CLASSIFY, "labels": ["good", "bad"]},
+                "the order of.*, bad, good, got",
+            ),
             ("unmasked", {"task": "retrieval"}, "does not read its attention_mask"),
             ("wrong", {"task": "retrieval"}, "must have a list of modules"),
             ("last", {"task": "retrieval"}, "must choose one of cls, mean, max, got lasttoken"),

@@ -122,18 +122,26 @@ def _hidden(folder: Folder, ranks: Mapping[str, int]) -> str:
 
 def _labels(folder: Folder, graph: Any, given: Sequence[str] | None) -> tuple[str, ...]:
     """Returns the names of the classes: those that are given, or those of the folder."""
+    dims = [v.type.tensor_type.shape.dim for v in graph.output if v.name == "logits"]
+    count = dims[0][-1].dim_value if dims else 0
+    known = folder.config.get("id2label")
+    own: tuple[str, ...] = ()
+    if dims and isinstance(known, Mapping) and len(known) in (count, count or len(known)):
+        own = tuple(str(known.get(str(number), number)) for number in range(len(known)))
     if given is not None:
         names = tuple(str(name) for name in given)
         if isinstance(given, str) or len(names) < 2 or len({*names}) < len(names):
             raise ArgumentError(
                 f"labels must be the names of at least 2 classes, each once, got {given!r:.80}"
             )
+        if names != own and sorted(names) == sorted(own):
+            raise ArgumentError(
+                f"labels must be in the order of the model's classes, {', '.join(own)}, got "
+                f"{given!r:.80}; or leave them out"
+            )
         return names
-    (logits,) = (value for value in graph.output if value.name == "logits")
-    count = logits.type.tensor_type.shape.dim[1].dim_value
-    known = folder.config.get("id2label")
-    if isinstance(known, Mapping) and (not count or len(known) == count):
-        return tuple(str(known.get(str(number), number)) for number in range(len(known)))
+    if own:
+        return own
     if count < 2:
         raise ArgumentError("labels must be the names of the classes, as it has none, got none")
     return tuple(f"LABEL_{number}" for number in range(count))
