@@ -28,6 +28,7 @@ from ortops.graph.tensor import Tape, Tensor, op
 from ortops.llm.folder import Folder, graph_of, open_folder
 from ortops.llm.options import TASKS
 from ortops.losses import InfoNCE, Loss, SoftmaxCrossEntropy, Triplet
+from ortops.losses.similarity import unit
 from ortops.surgery import replace_head
 
 _HEAD = "classifier"
@@ -78,7 +79,7 @@ def encoder_of(folder: Folder, model: LightModel, given: Mapping[str, Any]) -> E
 
     Raises:
         ArgumentError: If the labels or the loss do not fit the task.
-        ModelError: If the model is no text encoder.
+        ModelError: If the model is not a text encoder.
     """
     graph = model.proto.graph
     inputs = {value.name for value in graph.input}
@@ -254,7 +255,7 @@ def _modules(folder: Folder) -> list[Mapping[str, Any]]:
     """Returns the modules of sentence-transformers, by modules.json; none without such a file.
 
     Raises:
-        ModelError: If it is no list of modules in JSON.
+        ModelError: If it is not a list of modules in JSON.
     """
     file = folder.path / "modules.json"
     if not file.exists():
@@ -342,12 +343,12 @@ def _of_embeddings(folder: Folder, encoder: Encoder, loss: Loss, inputs: Mapping
         if not is_pooled:
             found = _pooled(found, tensors["attention_mask"], pooling)
         if is_unit:
-            found = _unit(found)
+            found = unit(found)
         texts = [op.Gather(found, tensors[name], axis=0) for name in PLACES if name in inputs]
         rows = op.Shape(tensors["first"]).astype(found.dtype)
         count = op.Squeeze(rows, [0])
         if encoder.has_scores:
-            a, b = map(_unit, texts)
+            a, b = map(unit, texts)
             error = op.ReduceSum(a * b, [1], keepdims=0) - tensors[_SCORES].astype(found.dtype)
             return op.ReduceSum(error * error, keepdims=0), count
         return loss.terms(*texts)[0] * count, count
@@ -357,11 +358,6 @@ def _of_embeddings(folder: Folder, encoder: Encoder, loss: Loss, inputs: Mapping
     computed.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
     computed.__name__ = f"{encoder.task} of embeddings"
     return computed
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Divides embeddings by their norms, which are at least 1e-12."""
-    return x / op.Max(op.ReduceL2(x, [1], keepdims=1), 1e-12)
 
 
 def settings_with_labels(folder: Folder, labels: Sequence[str]) -> dict[str, bytes]:

@@ -238,7 +238,7 @@ class InfoNCE(_Comparison):
     def terms(self, query: Tensor, key: Tensor) -> Terms:
         """Emits the loss and the number of rows."""
         if self.normalize:
-            query, key = _unit(query), _unit(key)
+            query, key = unit(query), unit(key)
         logits = op.MatMul(query, op.Transpose(key, perm=[1, 0])) / self.temperature
         rows = rows_of(query)
         labels = op.Range(0, rows, 1)
@@ -252,7 +252,7 @@ class InfoNCE(_Comparison):
         return loss, rows.astype(count_type(loss))
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
     """Divides vectors along the last axis by their norms, which are at least 1e-12."""
     least = max(1e-12, float(np.finfo(x.dtype).tiny))
     return x / op.Max(op.ReduceL2(x, [-1], keepdims=1), least)

@@ -478,7 +478,7 @@ class Oracle:
                     _replace(self._module.get_submodule(path), last, parameter, turned)
                     self.own.add(key)
                     return
-        raise AssertionError(f"'{name}' is trained, which is no weight of the model")
+        raise AssertionError(f"'{name}' is trained, but the model has no such weight")
 
     def _adapt(self, layer: str) -> None:
         path, _, last = layer.rpartition(".")
