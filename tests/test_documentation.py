@@ -244,8 +244,11 @@ def test_every_page_is_in_the_index() -> None:
     assert {page for page in DOCS.rglob("*.md") if page != index} <= linked
 
 
-NO_TOPIC = ("operators.md", "other_tools.md", "persona.md", "specification.md", "stability.md")
-"""Pages in the table of topics that are references, reports or a worked example."""
+NO_TOPIC = (
+    *("operators.md", "other_tools.md", "persona.md", "specification.md", "stability.md"),
+    "tools_and_preferences.md",
+)
+"""Pages in the table of topics that are references, reports or worked examples."""
 
 
 def test_pages_on_a_topic_end_with_their_limits() -> None:
