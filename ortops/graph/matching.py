@@ -232,12 +232,14 @@ class Behind(Form):
 
     def find(self, value: ir.Value, found: Found, search: Search) -> Iterator[Found]:
         """See `Form`."""
-        end = value
+        end, passed = value, list[ir.Node]()
         for _ in range(_MOST_PARTS):
-            if (before := self._before(end)) is None:
+            node, before = end.producer(), self._before(end)
+            if node is None or before is None:
                 break
+            passed.append(node)
             end = before
-        for way in self._operand.find(end, found, search):
+        for way in self._operand.find(end, Found(found.values, (*found.nodes, *passed)), search):
             yield from way.bind(self, value, "the same", search)
 
 

@@ -215,7 +215,7 @@ def drop(unused: ir.Value | None) -> None:
         node = value.producer()
         if node is None or node.op_type == "Constant":
             drop_unread(value)
-        elif not any(v.uses() or v.is_graph_output() for v in node.outputs):
+        elif node.graph and not any(v.uses() or v.is_graph_output() for v in node.outputs):
             pending += reversed(node.inputs)
             remove_node(node)
 
