@@ -292,7 +292,7 @@ def test_outputs_name_any_tensor_of_the_main_graph() -> None:
     assert of_hidden.shape == (4, 5, 4, 3)
     assert np.allclose(of_y, jacobian(numpy_network, X), rtol=1e-10)
     assert np.array_equal(Function(model, outputs=hidden)(X), h)
-    with pytest.raises(ortops.ModelError, match="the model has no tensor 'z'"):
+    with pytest.raises(ortops.ModelError, match="the model has no tensor 'z'; known names: 'y'"):
         Function(model, outputs="z")
     with pytest.raises(ortops.ArgumentError, match="'y' is listed twice"):
         Function(model, outputs=["y", "y"])

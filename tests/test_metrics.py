@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -810,6 +811,17 @@ def test_declared_inputs_are_no_targets() -> None:
     )
     metric = MeanAbsoluteError(output="hidden", target="x")
     assert session.evaluate(data, metrics=metric)["mean_absolute_error_hidden"] == 0.0
+
+
+def test_an_unknown_output_is_answered_with_those_of_the_model() -> None:
+    """Without inputs, weights and what the algorithm adds, such as the moments of the optimizer."""
+    session = combined()
+    graph = session.inference_model().graph
+    computed = [name for node in graph.node for name in node.output]
+    offered = list(dict.fromkeys([*(value.name for value in graph.output), *computed]))
+    with pytest.raises(OrtopsError) as raised:
+        session.evaluate(DATA, metrics=[Accuracy(output="??", target="labels")])
+    assert re.findall("'([^']*)'", str(raised.value).split("names:")[1]) == offered[:10]
 
 
 def test_what_a_session_refuses() -> None:

@@ -346,9 +346,9 @@ class Source:
             known = values_of(model.graph)
             for name in self.selected:
                 if name not in known:
-                    raise ModelError(
-                        f"outputs: the model has no tensor '{name}'; {did_you_mean(name, known)}"
-                    )
+                    offered = [v.name or "" for v in (*model.graph.outputs, *known.values())]
+                    hint = did_you_mean(name, dict.fromkeys(offered))
+                    raise ModelError(f"outputs: the model has no tensor '{name}'; {hint}")
             set_outputs(model.graph, [known[name] for name in self.selected])
         return model
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -379,7 +379,10 @@ def evaluation_model(
         parts = [p for p in metadata.losses if p.name in values] or [LossPart(name=step.loss)]
         parts = [replace(part, count=part.count if part.count in values else "") for part in parts]
     named = [part.name for part in parts] + [part.count for part in parts if part.count]
-    found = {name: _array_named(name, shown) for name in tensors}
+    inference = light.proto.graph
+    inner = (name for node in inference.node for name in node.output if name in shown)
+    offered = dict.fromkeys([*(value.name for value in inference.output), *inner])
+    found = {name: _array_named(name, shown, offered) for name in tensors}
     kinds = {name: _kind(value) for name, value in found.items()}
     graph.outputs[:] = list(dict.fromkeys((*(values[name] for name in named), *found.values())))
     prune(graph)  # removes readers of running statistics, which inference mode does not compute
@@ -445,10 +448,10 @@ def inference_with_loss(
     return model, values[name]
 
 
-def _array_named(name: str, values: Mapping[str, ir.Value]) -> ir.Value:
+def _array_named(name: str, values: Mapping[str, ir.Value], offered: Iterable[str]) -> ir.Value:
     """Returns a tensor by name; for the maps of a ZipMap, the tensor that they are made from."""
     if name not in values:
-        hint = did_you_mean(name, values)
+        hint = did_you_mean(name, offered)
         raise OrtopsError(f"outputs: the model has no tensor '{name}'; {hint}")
     value = mapped_tensor(values[name]) or values[name]
     if isinstance(value.type, ir.SequenceType | ir.OptionalType):
