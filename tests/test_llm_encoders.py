@@ -17,8 +17,9 @@ from violations import all_violations
 
 from ortops import docs
 from ortops.cli import main
-from ortops.errors import ArgumentError, FeedError, OrtopsError, UnsupportedError
+from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError, UnsupportedError
 from ortops.llm import FineTuning
+from ortops.llm.checking import check_folder
 from ortops.llm.encoder_rows import labels_in
 from ortops.optimizers import SGD
 
@@ -390,6 +391,56 @@ def test_texts_are_cut_as_the_folder_says(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamo", [False, True], ids=["TorchScript", "dynamo"])
+def test_the_first_token_of_a_decoder_stands_for_no_text(dynamo: bool, tmp_path: Path) -> None:
+    causal = encoder("BertModel", is_decoder=True, use_cache=False)
+    folder = write(causal, tmp_path / "base", dynamo=dynamo)
+    with pytest.raises(ModelError, match=r"sees no later ones.*pooling_mode_mean_tokens"):
+        FineTuning(folder, 2, task="classification", labels=CLASSES)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    FineTuning(folder, 2, task="classification", labels=CLASSES)
+
+
+@pytest.mark.slow
+def test_a_check_says_what_a_decoder_cannot_learn(tmp_path: Path) -> None:
+    plain = check_folder(write(encoder("BertModel"), tmp_path / "plain"))
+    assert plain.tasks == ["classification", "pairs", "retrieval"]
+    folder = write(encoder("BertModel", is_decoder=True, use_cache=False), tmp_path / "causal")
+    found = check_folder(folder)
+    assert found.tasks == ["pairs", "retrieval"]  # which pool the mean
+    assert "not for classification: " in str(found)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode_cls_token": true}')
+    assert len(check_folder(folder).problems) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_a_classifier_in_float16(training: bool, tmp_path: Path) -> None:
+    import torch
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    model = encoder(BERT, id2label=dict(enumerate(CLASSES)))
+    folder = write(model, tmp_path / "base", training=training)
+    half = convert_float_to_float16(onnx.load(folder / "model.onnx"))
+    onnx.save(half, folder / "model.onnx")
+    rows = [{"text": text, "label": label} for text, label in TEXTS]
+    tuning = FineTuning(folder, None, task="classification", optimizer=SGD(RATE))
+    history = tuning.fit(rows, **CALL, save=tmp_path / "tuned")
+    expected = curve(model, [TEXTS[:3], TEXTS[3:]], classified)
+    np.testing.assert_allclose([each["loss"] for each in history], expected, rtol=2e-3)
+    saved = onnx.load(tmp_path / "tuned" / "model.onnx")
+    types = {tensor.name: tensor.data_type for tensor in saved.graph.initializer}
+    assert types["classifier.weight"] == onnx.TensorProto.FLOAT16
+    given = {name: tensor.numpy() for name, tensor in feeds([t for t, _ in TEXTS], model).items()}
+    served = onnxruntime.InferenceSession(saved.SerializeToString()).run(["logits"], given)[0]
+    with torch.no_grad():
+        logits = model(**feeds([t for t, _ in TEXTS], model))[0].numpy()
+    np.testing.assert_allclose(served, logits, atol=5e-3)
 
 
 @pytest.mark.slow

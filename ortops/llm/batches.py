@@ -23,7 +23,7 @@ from ortops.engine.training.feeds import Inputs
 from ortops.engine.training.row_data import Division, grouped
 from ortops.engine.training.session import TrainingSession
 from ortops.engine.training.validation_split import hold_out
-from ortops.errors import ArgumentError, FeedError, UnsupportedError
+from ortops.errors import ArgumentError, FeedError, ModelError, UnsupportedError
 from ortops.llm.examples import IGNORED, TRAIN_ON, Example, Units, batch_of, example_of
 from ortops.llm.folder import graph_of
 from ortops.llm.graphs import no_language_model
@@ -221,15 +221,38 @@ class Batches:
         Raises:
             ModelError: If the logits of a token depend on a later one.
         """
-        tokens = np.random.default_rng(0).integers(self.kind.words or 2, size=6).tolist()
-        other = [*tokens[:-1], (tokens[-1] + 1) % (self.kind.words or 2)]
-        logits, trained = self._logits(session), [True] * len(tokens)
-        change = logits(example_of(other, trained)) - logits(example_of(tokens, trained))
-        earlier, last = np.abs(change[:-1]).max(), np.abs(change[-1]).max()
+        if self._sees_later(session, self._folder.logits):
+            raise no_language_model(self._folder, "a token sees later ones, as in a masked model")
+
+    def refuse_blindness(self, session: TrainingSession, hidden: str) -> None:
+        """Rejects a model whose first token, which stands for a text, does not see the others.
+
+        Args:
+            session: Computes that.
+            hidden: The output with the hidden states of tokens.
+
+        Raises:
+            ModelError: If it does not.
+        """
+        if not self._sees_later(session, hidden):
+            raise ModelError(
+                f"'{self._folder.model}': the first token, which stands for a text, sees no later "
+                "ones, as in a decoder; pool the mean of all tokens: write "
+                '{"pooling_mode_mean_tokens": true} into 1_Pooling/config.json of the folder'
+            )
+
+    def _sees_later(self, session: TrainingSession, output: str) -> bool:
+        """Whether an output of earlier tokens depends on the last one."""
+        words = self.kind.words or 2
+        tokens = np.random.default_rng(0).integers(words, size=6).tolist()
+        found = [
+            session.predict(self._feeds(self.kind.probe(row)), outputs=output)[0].astype(np.float64)
+            for row in (tokens, [*tokens[:-1], (tokens[-1] + 1) % words])
+        ]
+        change = np.abs(found[1] - found[0])
         kinds = {node.op_type for node in graph_of(self._folder.model).node}
         rounded = "DynamicQuantizeLinear" in kinds  # by the largest value of all tokens
-        if earlier > (0.1 if rounded else 1e-4) * last:
-            raise no_language_model(self._folder, "a token sees later ones, as in a masked model")
+        return bool(change[:-1].max() > (0.1 if rounded else 1e-4) * change[-1].max())
 
     def _pads_right(self) -> str:
         """Returns a node that needs padding on the right, as text; empty if there is none."""

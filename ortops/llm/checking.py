@@ -22,7 +22,7 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.serialization import to_proto
-from ortops.llm.encoders import tasks_of
+from ortops.llm.encoders import encoder_of, first_of, tasks_of
 from ortops.llm.estimates import Forecast, forecast
 from ortops.llm.examples import IGNORED
 from ortops.llm.folder import GENAI_CONFIG, Folder, open_folder, refuse_norms
@@ -164,7 +164,7 @@ class Report:
         if self.tasks:
             ready = f"no problems: ready for ortops tune --task {' or '.join(self.tasks)}"
             inputs = f"inputs: {', '.join(self.inputs)}"
-            return text_of([f"text encoder {self.model}", inputs, weights, ready])
+            return text_of([f"text encoder {self.model}", inputs, weights, *self.said, ready])
         shown = f"{self.caches[0]} … {self.caches[-1]}" if self.caches else "none"
         layers = ", ".join(f"{name} × {count}" for name, count in self.layers.items())
         lines = [
@@ -223,7 +223,7 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
             report.problems.append(str(error))
             return report
     if report.tasks:
-        return report
+        return _of_encoder(folder, light, report)
     try:
         refuse_others(light.proto, folder)
         found = chosen(work, "all-linear")
@@ -289,6 +289,21 @@ def _described(folder: Folder, light: LightModel, work: ir.Model) -> Report:
     if is_pruned(light):
         report.said.append("the file computes the logits of the last token only; tuning, of all")
     return report
+
+
+def _of_encoder(folder: Folder, light: LightModel, report: Report) -> Report:
+    """Returns the report of a text encoder without the tasks that a computation rules out."""
+    for task in list(report.tasks):
+        labels = ["0", "1"] if task == "classification" else None
+        given: dict[str, Any] = {"task": task, "labels": labels}
+        try:
+            if first_of(folder, light, encoder_of(folder, light, {**given, "loss": None})):
+                with quiet():
+                    FineTuning(folder.model, rank=1, **given)  # which computes it
+        except OrtopsError as error:
+            report.tasks.remove(task)
+            report.said.append(f"not for {task}: {error}")
+    return report if report.tasks else replace(report, problems=report.said, said=[])
 
 
 def _count(value: ir.Value) -> int:

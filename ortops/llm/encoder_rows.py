@@ -86,6 +86,10 @@ class Texts(RowKind):
             found.append(Text(tokens, types, target))
         return [tuple(found)]
 
+    def probe(self, tokens: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+        """See `RowKind`."""
+        return self.batch([(Text(list(tokens), [0] * len(tokens)),)], "right")
+
     def _target(self, row: Mapping[str, Any], number: int) -> float:
         """Returns the class or the score of a row."""
         if self._encoder.has_scores:

@@ -148,6 +148,15 @@ def _labels(folder: Folder, graph: Any, given: Sequence[str] | None) -> tuple[st
     return tuple(f"LABEL_{number}" for number in range(count))
 
 
+def first_of(folder: Folder, model: LightModel, encoder: Encoder) -> str | None:
+    """Returns the hidden states of which the first one stands for a text; None if none does."""
+    ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in model.proto.graph.output}
+    if ranks.get("logits") == 2 if encoder.labels else encoder.output == "sentence_embedding":
+        return None
+    is_first = _pooling(folder, "cls" if encoder.labels else "mean") == "cls"
+    return _hidden(folder, ranks) if is_first else None
+
+
 def tasks_of(folder: Folder, model: LightModel) -> list[str]:
     """Returns the tasks for which the model of a folder can be trained."""
     found = []

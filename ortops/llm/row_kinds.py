@@ -65,6 +65,10 @@ class RowKind(ABC):
         self.folder, self.tokenizer, self.words = folder, tokenizer, words
         self.said = set[str]()
 
+    def probe(self, tokens: Sequence[int]) -> dict[str, Array]:
+        """Returns the feeds of a row of tokens."""
+        return batch_of([example_of(tokens, [True] * len(tokens))])
+
     def read(self, data: Rows, *settings: Any) -> Units:
         """Reads the rows of a data set; see `ortops.llm.FineTuning.fit`.
 

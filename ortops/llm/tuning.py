@@ -37,7 +37,7 @@ from ortops.graph.files.opening import read_regular
 from ortops.graph.passes.rematerialization import Checkpoint
 from ortops.llm.batches import Batches, Epochs, check_stream
 from ortops.llm.encoder_rows import Texts
-from ortops.llm.encoders import Encoder, encoder_of, head_of, loss_of, with_head
+from ortops.llm.encoders import Encoder, encoder_of, first_of, head_of, loss_of, with_head
 from ortops.llm.examples import IGNORED, Units
 from ortops.llm.folder import (
     Folder,
@@ -193,6 +193,9 @@ class FineTuning:
         self._start(folder, trainable, files=files, recompute=recompute, providers=providers)
         if files is None and encoder is None and may_see_later_tokens(trainable.proto):
             self._batches.refuse_sight(self.session)
+        hidden = encoder and first_of(folder, load_light(folder.model), encoder)
+        if hidden:
+            self._batches.refuse_blindness(self.session, hidden)
         if adapter is not None:  # without an active adapter, the saved model is the base
             base = load_light(folder.model if files is None else files.base)
             self._writer.initial = _without_update(trainable, base, self._writer.initial)
