@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from test_llm_pruning import pruned
+from violations import all_violations
 
 from models import llama
-from ortops import ArgumentError, UnsupportedError
+from ortops import ArgumentError, Tape, UnsupportedError, op
 from ortops.cli import main
+from ortops.graph.convert import to_ir
 from ortops.llm import FineTuning
 from ortops.llm.checking import Serving, check_folder
-from ortops.llm.estimates import Forecast, forecast
+from ortops.llm.estimates import Forecast, attention_of, forecast
 from ortops.llm.generation import Sampling
 
 _LINES = """language model model.onnx
@@ -197,8 +202,8 @@ def _roles(variables: dict[str, np.ndarray]) -> int:
 def test_what_fits_into_memory() -> None:
     made = Forecast(4, 512, 1e9, 1e6, 1000, 1e6, 2048, (0.5, 5.0), 4 * 10**9)
     batch = 1e9 + 2048 * 1e6 + 14 * 2048 * 1000
-    assert made.memory(2048) == batch  # 3.5 arrays of 4 bytes for each logit
-    assert made.memory(10**6) == 1e9 + 1e12 + 14 * 2**23  # in chunks
+    assert made.memory(4, 512) == batch  # 3.5 arrays of 4 bytes for each logit
+    assert made.memory(1, 10**6) == 1e9 + 1e12 + 14 * 2**23  # in chunks
     tokens = 2048 + int((4e9 - batch) / 1e6)
     assert f"up to {tokens // 512} × 512 tokens or one row of 2,048; 4 × 512" in str(made)
     assert str(made).endswith("fit up to rank 256")
@@ -209,7 +214,80 @@ def test_what_fits_into_memory() -> None:
     assert str(unknown) == expected
 
 
+GROUPED = attention_of(to_ir(llama.llama(layers=1)).graph, None)
+MEASURED = [
+    *(
+        ("MultiHeadAttention", 4, 256, 4, 704, 8000, *each)
+        for each in ((4, 256, 501), (4, 512, 756))
+    ),
+    ("MultiHeadAttention", 8, 512, 8, 1408, 16000, 1, 1024, 1966),
+    ("MultiHeadAttention", 6, 768, 12, 2048, 32000, 2, 512, 1839),
+    ("MultiHeadAttention", 8, 256, 8, 704, 8000, 1, 1024, 1241),
+    *(("Softmax", 4, 256, 4, 704, 8000, *each) for each in ((4, 256, 558), (4, 512, 790))),
+    ("Softmax", 8, 512, 8, 1408, 16000, 1, 1024, 2189),
+    ("Softmax", 6, 768, 12, 2048, 32000, 2, 512, 2215),
+    ("Softmax", 8, 256, 8, 704, 8000, 4, 512, 1618),
+    *(("Softmax", 4, 256, 4, 704, 8000, *each) for each in ((1, 1024, 827), (2, 512, 705))),
+    ("Softmax", 8, 512, 8, 1408, 16000, 4, 256, 1954),
+    *(("Attention", 4, 256, 4, 704, 8000, *each) for each in ((4, 256, 532), (1, 1024, 695))),
+]
+"""The form, layers, width, heads, inner width and words of models in float32, rows and tokens, and
+the measured peak of a process in MB: of onnxruntime's operator, and of PyTorch's exporters."""
+
+
+def attention(kind: str, cap: bool = False, dtype: Any = np.float32) -> ir.Graph:
+    """Returns the graph of one layer of attention."""
+    if kind != "Softmax":
+        domain = "com.microsoft" if kind == "MultiHeadAttention" else ""
+        return ir.Graph([], [], nodes=[ir.Node(domain, kind, [])])
+    with Tape(name="attention") as tape:
+        x = tape.input("x", dtype, ["batch", "time", 8])
+        x = x @ tape.initializer("w", np.ones((8, 8), dtype))
+        scores = x @ op.Transpose(x, perm=[0, 2, 1])
+        y = op.Softmax(op.Tanh(scores) if cap else scores) @ x
+        tape.output(y, "logits")
+    return to_ir(tape.model()).graph
+
+
+def test_estimates_are_near_to_what_was_measured() -> None:
+    with all_violations() as check:
+        for kind, layers, width, heads, inner, words, rows, tokens, measured in MEASURED:
+            pairs = width if kind == "MultiHeadAttention" else width // 2
+            sizes = [(width, width), *[(width, pairs)] * 2, (width, width)]
+            sizes = layers * [*sizes, *[(width, inner)] * 2, (inner, width)]
+            weights = 4 * (sum(math.prod(each) for each in sizes) + 2 * words * width)
+            found = attention_of(attention(kind), heads)
+            assert not isinstance(found, str)
+            made = forecast(
+                sizes, found._replace(layers=layers), weights, words, (rows, tokens, 2048)
+            )
+            with check((kind, width, tokens)):
+                assert made.memory(rows, tokens) / 1e6 == pytest.approx(measured, rel=0.15)
+
+
+def test_what_is_not_estimated_is_said(tmp_path: Path) -> None:
+    cases = [
+        (attention("Softmax", cap=True), 2, "soft cap"),
+        (attention("Softmax"), None, "number of heads"),
+        (attention("Softmax", dtype=np.float16), 2, "float16"),
+        (ir.Graph([], [], nodes=[]), 2, "none of the forms"),
+    ]
+    with all_violations() as check:
+        for graph, heads, reason in cases:
+            with check(reason):
+                assert reason in str(attention_of(graph, heads))
+
+
+def test_memory_of_scores_grows_with_the_square_of_the_length() -> None:
+    made = Forecast(2, 100, 1e6, 10, 0, 1e3, 4096, (0.5, 5.0), 3 * 10**6, per_pair=1)
+    assert made.memory(2, 100) == 1e6 + 2 * (100 * 10 + 100**2)
+    rows, row = 2e6 // (100 * 110), (-10 + math.sqrt(100 + 8e6)) // 2
+    assert f"up to {rows:.0f} × 100 tokens or one row of {row:,.0f};" in str(made)
+
+
 @pytest.mark.slow
 def test_weights_are_copied_up_to_a_size() -> None:
-    small, large = (forecast([(8, 8)], 1, size, 10, (1, 8, 8)).fixed for size in (2**28, 2**28 + 1))
+    small, large = (
+        forecast([(8, 8)], GROUPED, size, 10, (1, 8, 8)).fixed for size in (2**28, 2**28 + 1)
+    )
     assert small - large == pytest.approx(1.4 * 2**28)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.serialization import to_proto
 from ortops.llm.encoders import encoder_of, first_of, tasks_of
-from ortops.llm.estimates import Forecast, forecast
+from ortops.llm.estimates import Forecast, attention_of, forecast
 from ortops.llm.examples import IGNORED
 from ortops.llm.folder import GENAI_CONFIG, Folder, open_folder, refuse_norms
 from ortops.llm.generation import Sampling
@@ -36,7 +37,7 @@ from ortops.llm.graphs import (
 )
 from ortops.llm.tuning import FineTuning, peak_memory, words_of
 from ortops.lora.addition import adapted, read_base
-from ortops.lora.targets import chosen
+from ortops.lora.targets import Target, chosen
 from ortops.losses import NextToken
 
 _RANK = 8
@@ -132,7 +133,7 @@ class Report:
         quantized: The number of quantized weights.
         tasks: The tasks for which a text encoder can be trained; none for a language model.
         said: Remarks.
-        estimated: What a step needs, counted; only of files with GroupQueryAttention.
+        estimated: What a step needs, counted; of forms of attention that were measured.
         measured: What a few steps needed, on request.
         served: How fast a tuned model generates, on request.
         problems: Why the model cannot be tuned.
@@ -244,15 +245,8 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
     except UnsupportedError as error:
         report.said.append(str(error))
     result = replace(report, adapter_size=_RANK * sum(sum(target.sizes) for target in found))
-    blocks = sum(node.op_type == "GroupQueryAttention" for node in work.graph)
-    words, context = words_of(light, folder), folder.context_length or 2**31
-    if blocks and words and measured is None and not result.problems:
-        weights = sum(
-            v.const_value.nbytes for v in work.graph.initializers.values() if v.const_value
-        )
-        shape = _BATCH[0], min(_BATCH[1], context), context
-        counted = forecast([t.sizes for t in found], blocks, weights, words, shape)
-        result = replace(result, estimated=counted)
+    if measured is None and not result.problems:
+        result = _estimated(result, folder, light, work, found)
     if measured is None or result.problems:
         return result
     try:
@@ -289,6 +283,25 @@ def _described(folder: Folder, light: LightModel, work: ir.Model) -> Report:
     if is_pruned(light):
         report.said.append("the file computes the logits of the last token only; tuning, of all")
     return report
+
+
+def _estimated(
+    report: Report, folder: Folder, light: LightModel, work: ir.Model, found: Sequence[Target]
+) -> Report:
+    """Returns a report with what a step needs, or why it is not estimated."""
+    heads = (folder.genai.get("decoder") or folder.config).get("num_attention_heads")
+    attention = attention_of(work.graph, heads if isinstance(heads, int) else None)
+    words, context = words_of(light, folder), folder.context_length or 2**31
+    if folder.parts or not words:
+        attention = "the model has an encoder" if folder.parts else "its vocabulary is not known"
+    if isinstance(attention, str):
+        report.said.append(f"memory is not estimated: {attention}; measure it with --measure")
+        return report
+    assert words
+    weights = sum(v.const_value.nbytes for v in work.graph.initializers.values() if v.const_value)
+    shape = _BATCH[0], min(_BATCH[1], context), context
+    counted = forecast([t.sizes for t in found], attention, weights, words, shape)
+    return replace(report, estimated=counted)
 
 
 def _of_encoder(folder: Folder, light: LightModel, report: Report) -> Report:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import onnx_ir as ir
 
 from ortops._common.cores import usable_memory
+from ortops.graph.edit import ancestor_nodes
 
 _BASE, _LAYER = 124e6, 8e6
 """Bytes of Python, its packages and onnxruntime, and of the graphs of a layer."""
@@ -19,8 +23,30 @@ _COPIED, _COPIES = 2**28, 2.4
 _OF_ADAPTER = 20
 """Bytes for each value of an adapter: itself, its first value, its gradient and two moments."""
 
-_KEPT = 1.45
-"""What a step keeps for each number that an adapted layer reads or returns: others lie between."""
+
+class _Form(NamedTuple):
+    """What differs between the forms that attention has in files.
+
+    Attributes:
+        copies: How many more copies of the weights there are.
+        kept: What a step keeps for each number that an adapted layer reads or returns: others lie
+            between.
+        scores: How many arrays of scores it keeps, of each head, query and key.
+    """
+
+    copies: float
+    kept: float
+    scores: float
+
+
+_PLAIN = _Form(2.3, 1.65, 2.9)
+_FORMS = {
+    ("com.microsoft", "GroupQueryAttention"): _Form(0, 1.45, 0),
+    ("com.microsoft", "MultiHeadAttention"): _Form(0.9, 1.45, 2.4),
+    ("", "Attention"): _PLAIN,
+    ("", "Softmax"): _PLAIN,
+}
+"""Measured, with products of matrices in float32."""
 
 _CHUNK, _LOGITS = 2**23, 3.5
 """The largest number of logits at a time, and how many arrays of their size there are."""
@@ -43,6 +69,7 @@ class Forecast:
         context: The largest number of tokens of a row.
         seconds: The least and the largest time of a step.
         limit: The bytes that the process may have; None if that is not known.
+        per_pair: The bytes for each pair of tokens of a row.
     """
 
     rows: int
@@ -54,55 +81,111 @@ class Forecast:
     context: int
     seconds: tuple[float, float]
     limit: int | None
+    per_pair: float = 0
 
-    def memory(self, tokens: int) -> float:
-        """Returns the peak memory of the process with a batch of so many tokens, in bytes."""
-        logits = min(tokens * self.words, max(_CHUNK, self.words))
-        return self.fixed + tokens * self.per_token + 4 * _LOGITS * logits
+    def memory(self, rows: int, tokens: int) -> float:
+        """Returns the peak memory of the process with rows of so many tokens, in bytes."""
+        logits = min(rows * tokens * self.words, max(_CHUNK, self.words))
+        return self.fixed + rows * tokens * self._each(tokens) + 4 * _LOGITS * logits
+
+    def _each(self, tokens: int) -> float:
+        """Returns the bytes for each token of a row, the logits apart."""
+        return self.per_token + tokens * self.per_pair
 
     def __str__(self) -> str:
         low, high = (float(f"{each:.2g}") for each in self.seconds)
-        memory = self.memory(self.rows * self.tokens)
+        memory = self.memory(self.rows, self.tokens)
         text = (
             f"estimated for rank 8 with {self.rows} × {self.tokens} tokens: {memory / 1e6:,.0f} MB "
             f"of memory, {low:g} to {high:g} s per step"
         )
         if self.limit is None:
             return text
-        most = int(self.rows * self.tokens + (self.limit - memory) / self.per_token)
+        each = self._each(self.tokens)
+        left = self.limit - memory + self.rows * self.tokens * each  # for all tokens
+        most = int(left / each)
         text += f"\nof {self.limit / 1e6:,.0f} MB that this process may have, "
         if self.limit < memory:
             return f"{text}rank 8 fits with at most {max(0, most):,} tokens per step"
-        rank, row = (
-            min(256, 8 + int((self.limit - memory) / self.per_rank)),
-            min(most, self.context),
-        )
+        root = math.sqrt(self.per_token**2 + 4 * self.per_pair * left)
+        row = min(int(2 * left / (self.per_token + root)), self.context)
+        rank = min(256, 8 + int((self.limit - memory) / self.per_rank))
         return (
             f"{text}rank 8 fits with up to {most // self.tokens:,} × {self.tokens} tokens or one "
             f"row of {row:,}; {self.rows} × {self.tokens} fit up to rank {rank}"
         )
 
 
+class Attention(NamedTuple):
+    """The attention of a model.
+
+    Attributes:
+        form: Its form.
+        layers: The number of layers of it.
+        heads: The number of heads of each.
+    """
+
+    form: _Form
+    layers: int
+    heads: int
+
+
+def attention_of(graph: ir.Graph, heads: int | None) -> Attention | str:
+    """Returns the attention of a model; or why its memory cannot be estimated.
+
+    Args:
+        graph: The model.
+        heads: The number of heads, if the settings have it.
+    """
+    found = {key: [n for n in graph if (n.domain, n.op_type) == key] for key in _FORMS}
+    kinds = {key: nodes for key, nodes in found.items() if nodes}
+    if len(kinds) != 1:
+        return f"its attention has {len(kinds) or 'none'} of the forms that were measured"
+    ((key, nodes),) = kinds.items()
+    form = _FORMS[key]
+    products = {v for node in graph if node.op_type == "MatMul" for v in node.outputs}
+    scores = [v for node in nodes for v in node.inputs[:1] if v is not None]
+    if any(node.op_type == "Tanh" for node in ancestor_nodes(scores, products)):
+        return "its scores have a soft cap, which was not measured"
+    if form.scores and any(v.dtype == ir.DataType.FLOAT16 for v in graph.initializers.values()):
+        return "attention in float16 was measured with GroupQueryAttention only"
+    if form.scores and heads is None:
+        return "its settings do not have the number of heads"
+    return Attention(form, len(nodes), heads or 0)
+
+
 def forecast(
-    layers: Sequence[Sequence[int]], blocks: int, weights: int, words: int, shape: Sequence[int]
+    layers: Sequence[Sequence[int]],
+    attention: Attention,
+    weights: int,
+    words: int,
+    shape: Sequence[int],
 ) -> Forecast:
     """Returns what steps with an adapter of rank 8 need.
 
     Args:
         layers: The sizes (in, out) of the layers with an adapter.
-        blocks: The number of layers of attention.
+        attention: The attention.
         weights: The bytes of all weights, as they are stored.
         words: The number of logits of a token.
         shape: The numbers of rows and of tokens per row, and the largest number of these.
     """
     rows, tokens, context = shape
     width = sum(map(sum, layers))  # also the values of an adapter of rank 1
-    held = weights * (_COPIES if weights <= _COPIED else 1)
+    form, blocks, heads = attention
+    held = weights * ((_COPIES if weights <= _COPIED else 1) + form.copies)
     fixed = _BASE + _LAYER * blocks + held + 8 * _OF_ADAPTER * width
     products = sum(into * out for into, out in layers) + layers[0][0] * words
     least = 4 * products * rows * tokens / _speed()  # forward, and the same backward
-    each, rank, seconds = 4 * _KEPT * width, _OF_ADAPTER * width, (_FASTER * least, _SLOWER * least)
-    return Forecast(rows, tokens, fixed, each, words, rank, context, seconds, usable_memory())
+    each, rank, seconds = (
+        4 * form.kept * width,
+        _OF_ADAPTER * width,
+        (_FASTER * least, _SLOWER * least),
+    )
+    pairs = 4 * form.scores * blocks * heads
+    return Forecast(
+        *(rows, tokens, fixed, each, words, rank, context, seconds, usable_memory()), pairs
+    )
 
 
 def _speed() -> float:
