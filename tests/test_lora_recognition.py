@@ -133,3 +133,26 @@ def test_unmerged_models_of_peft(exporter: str, dora: bool, tmp_path: Path) -> N
         np.testing.assert_allclose(back(x).numpy(), expected, atol=1e-5)
         merged = copy.deepcopy(back).merge_and_unload()(x).numpy()
     np.testing.assert_allclose(outputs(lora.merge(found), feeds)[0], merged, atol=1e-5)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_magnitudes_beside_float16(exporter: str) -> None:
+    """PEFT computes with A, B and the magnitudes in float32, and rounds the sum."""
+    import peft
+    import torch
+    from torch_exports import every_layer, exported_by
+
+    torch.manual_seed(0)
+    layers, x = ["fc", "twice", "head"], torch.randint(0, 10, (4, 5))
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=layers, use_dora=True)
+    wrapped = peft.get_peft_model(every_layer().to(torch.float16), config).eval()
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) / 4 + ("magnitude" in name))
+        expected = wrapped(x).numpy()
+    found = lora.recognize(exported_by(wrapped.base_model.model, x, exporter))
+    for each in (found, lora.merge(found)):
+        np.testing.assert_allclose(outputs(each, {"x": x.numpy()})[0], expected, atol=1e-3)

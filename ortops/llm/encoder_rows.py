@@ -17,6 +17,7 @@ from ortops.llm.encoders import PLACES, Encoder, longest_of
 from ortops.llm.examples import Reading
 from ortops.llm.row_files import Columns, Rows, prepared, rows_of
 from ortops.llm.row_kinds import RowKind
+from ortops.llm.sequence_pairs import padded
 
 FIRST = ("text", "sentence", "sentence1", "anchor", "query", "question", "premise")
 SECOND = ("text_pair", "sentence2", "positive", "answer", "hypothesis")
@@ -120,10 +121,9 @@ class Texts(RowKind):
     def batch(self, rows: Sequence[Any], padding: str) -> dict[str, npt.NDArray[Any]]:
         """See `RowKind`."""
         texts = [text for row in rows for text in row]
-        pad = self.folder.config.get("pad_token_id")
-        ids = _padded([text.tokens for text in texts], pad if isinstance(pad, int) else 0)
-        mask = _padded([[1] * len(text.tokens) for text in texts], 0)
-        types = _padded([text.types for text in texts], 0)
+        ids = padded([text.tokens for text in texts], self.folder.pad)
+        mask = padded([[1] * len(text.tokens) for text in texts], 0)
+        types = padded([text.types for text in texts], 0)
         feeds = {"input_ids": ids, "attention_mask": mask, _TYPES: types}
         feeds["position_ids"] = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
         targets = [row[0].target for row in rows]
@@ -214,10 +214,3 @@ def _text(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
     if not isinstance(row[name], str) or not row[name].strip():
         raise ValueError(f"'{name}' must be a text that is not empty")
     return str(row[name])
-
-
-def _padded(rows: Sequence[Sequence[int]], value: int) -> npt.NDArray[np.int64]:
-    result = np.full((len(rows), max(map(len, rows))), value, np.int64)
-    for row, each in zip(result, rows, strict=True):
-        row[: len(each)] = each
-    return result

@@ -115,6 +115,12 @@ class Folder:
         return found if isinstance(found, int) and found > 0 else None
 
     @property
+    def pad(self) -> int:
+        """The token of padding in config.json, or 0."""
+        found = self.config.get("pad_token_id")
+        return found if isinstance(found, int) else 0
+
+    @property
     def end(self) -> tuple[int, ...]:
         """The tokens that end a text."""
         found = self.genai.get("eos_token_id", self.config.get("eos_token_id"))

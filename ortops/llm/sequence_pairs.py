@@ -100,11 +100,10 @@ def pair_feeds(
         folder: The folder.
         inputs: The names of the inputs of encoder and decoder in the model.
     """
-    padding = folder.config.get("pad_token_id")
-    pad = padding if isinstance(padding, int) else 0
+    pad = folder.pad
     ignored = [np.full(len(pair.prefix), IGNORED) for pair in pairs]
     whole = [np.append(no, pair.labels) for no, pair in zip(ignored, pairs, strict=True)]
-    labels = _padded(whole, IGNORED)
+    labels = padded(whole, IGNORED)
     shifted = np.full_like(labels, start_token(folder))
     shifted[:, 1:] = np.where(labels[:, :-1] == IGNORED, pad, labels[:, :-1])
     for row, pair in enumerate(pairs):
@@ -133,8 +132,8 @@ def source_feeds(sources: Sequence[Array], pad: int) -> dict[str, Array]:
         raise FeedError(f"data: input_features of a batch must have one shape, got {shapes}")
     if shapes != {()}:
         return {"input_features": np.stack(sources)}
-    mask = _padded([np.ones_like(source) for source in sources], 0)
-    return {"input_ids": _padded(sources, pad), "attention_mask": mask}
+    mask = padded([np.ones_like(source) for source in sources], 0)
+    return {"input_ids": padded(sources, pad), "attention_mask": mask}
 
 
 def source_of(prompt: Any, tokenizer: Callable[[], Tokenizer], words: int | None) -> Array:
@@ -163,7 +162,8 @@ def _features(given: Any) -> Array:
     return source.astype(np.float32)
 
 
-def _padded(rows: Sequence[Array], value: int) -> npt.NDArray[np.int64]:
+def padded(rows: Sequence[Array | Sequence[int]], value: int) -> npt.NDArray[np.int64]:
+    """Returns rows of integers as an array, with a value behind the shorter ones."""
     result = np.full((len(rows), max(map(len, rows))), value, np.int64)
     for number, row in enumerate(rows):
         result[number, : len(row)] = row

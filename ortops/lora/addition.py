@@ -32,7 +32,7 @@ from ortops.lora.full_weights import full_weights, is_in, saved_modules
 from ortops.lora.model import WITHOUT_TRAINING, Array
 from ortops.lora.patterns import Patterns
 from ortops.lora.peft_layers import is_fusing, model_type_beside
-from ortops.lora.targets import Target, chosen
+from ortops.lora.targets import Target, bias_of, chosen
 from ortops.surgery.reading import refuse_training
 
 _PADS_ARE_INPUTS = 11  # the first opset of Pad whose pads are not an attribute
@@ -536,10 +536,7 @@ def _scaled(
     target: Target, y: ir.Value, delta: ir.Value, scale: ir.Value, emit: Callable[..., ir.Value]
 ) -> ir.Value:
     """Returns g · (W x + B A x) − W x, what DoRA adds to a layer's output, given W x + b."""
-    node, bias = target.node, None
-    index = {"Gemm": 2, "Conv": 2, "MatMulNBits": 5}.get(node.op_type, len(node.inputs))
-    if index < len(node.inputs):
-        bias = node.inputs[index]
+    node, bias = target.node, bias_of(target.node)
     beta = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
     if target.adapter_dtype != target.dtype:
         wide = [ir.AttrInt64("to", target.adapter_dtype.value)]

@@ -13,12 +13,11 @@ from ortops.engine.building.parameters import why_not
 from ortops.engine.building.readers import readers
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph.layer_names import plain, standard
-from ortops.lora.targets import Target, layer_of, parts, steps_to_weight, targets
+from ortops.lora.targets import Target, bias_of, layer_of, parts, steps_to_weight, targets
 
 BIASES = ("none", "all", "lora_only")
 """The options of ``bias``, as in PEFT."""
 
-_BIAS_INDICES = {"Gemm": 2, "Conv": 2, "MatMulNBits": 5}
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16)
 
 
@@ -81,12 +80,9 @@ def _bias(target: Target) -> ir.Value | None:
 
     It is the quantized one if the bias is dequantized.
     """
-    node, given = target.node, [use.node for use in target.y.uses()]
-    index = _BIAS_INDICES.get(node.op_type, len(node.inputs))
-    added = list(node.inputs[index : index + 1])
-    if not added and len(given) == 1 and given[0].op_type == "Add":
-        added = [value for value in given[0].inputs if value is not target.y]
-    value = added[0] if added else None
+    value, given = bias_of(target.node), [use.node for use in target.y.uses()]
+    if value is None and len(given) == 1 and given[0].op_type == "Add":
+        value = next((each for each in given[0].inputs if each is not target.y), None)
     source = None if value is None else value.producer()
     if source is not None and source.op_type == "DequantizeLinear":
         value = source.inputs[0]

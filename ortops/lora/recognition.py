@@ -33,11 +33,10 @@ from ortops.lora.addition import Layer, attach, read_base
 from ortops.lora.evaluation import evaluated, norms_of, product, squares_of, weight_of
 from ortops.lora.merging import drop
 from ortops.lora.model import Array
-from ortops.lora.targets import Target, targets
+from ortops.lora.targets import Target, bias_of, targets
 
 _PASSED = ("Cast", "Dropout", "Identity")
 _NAME = re.compile(r"^(?:.*\bbase_model\.model\.)?(.*?)(?:\.base_layer)?$")
-_BIASES = {"Gemm": 2, "Conv": 2, "MatMulNBits": 5}
 
 
 class _Forms:
@@ -62,8 +61,9 @@ class _Forms:
         constants = "a bias", "a bias", "a scale", "a scale - 1"
         self.bias, self.taken, self.g, self.less = (Variable(w, is_constant) for w in constants)
         self.scale, layer, up = Number(), near(self.layer), near(self.up)
-        self.plain, self.table = kept(near(layer | layer + self.bias)), kept(layer)
-        free = near(self.table | self.free | self.plain - self.taken)
+        whole = layer | layer + self.bias
+        self.plain, self.table = kept(near(whole)), kept(layer)
+        free = near(self.table | self.free | kept(near(whole)) - self.taken)
         factor, scaled = near(self.scale), near(self.g * up)
         delta = scaled | near(scaled * factor)
         self.any = (
@@ -258,10 +258,8 @@ def _magnitude(work: ir.Model, pair: _Pair, a: Array, b: Array) -> Array:
     forms, found, base = pair.forms, pair.found, pair.base
     g = _constant(work, found[forms.g])
     less = _constant(work, found[forms.less]) if forms.less in found else g - 1
-    index = _BIASES.get(pair.free.node.op_type, len(pair.free.node.inputs))
-    left = np.zeros(base.sizes[1])  # of the bias, in what g - 1 scales
-    for bias in pair.free.node.inputs[index : index + 1]:
-        left += 0 if bias is None else _constant(work, bias)
+    own = bias_of(pair.free.node)
+    left = np.zeros(base.sizes[1]) + (0 if own is None else _constant(work, own))  # of the bias
     if forms.taken in found:
         left += _constant(work, found[forms.bias]) if forms.bias in found else 0
         left -= _constant(work, found[forms.taken])

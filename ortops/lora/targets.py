@@ -28,6 +28,9 @@ _WITH_QUANTIZED = ("GatherBlockQuantized", "MatMulInteger", "MatMulNBits")
 _INDICES = {**WEIGHTS, "Gather": 0}
 """The index of the weight among the inputs, by operator."""
 
+_BIASES = {"Gemm": 2, "Conv": 2, "MatMulNBits": 5}
+"""The index of the bias among the inputs, by operator."""
+
 _SHAPED = ("Reshape", "Squeeze", "Unsqueeze", "Slice", "Gather", "Expand")
 _AFTER_OUTPUT_LAYER = (
     *(*_SHAPED, "Add", "Cast", "Div", "DequantizeLinear", "Flatten", "Identity", "LogSoftmax"),
@@ -38,6 +41,12 @@ _16_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, *_16_BITS)
 _EMBEDDINGS = ("Gather", "GatherBlockQuantized")
 _KINDS = {"Conv": "convolution", **dict.fromkeys(_EMBEDDINGS, "embedding")}
+
+
+def bias_of(node: ir.Node) -> ir.Value | None:
+    """Returns the bias that a node of a layer adds itself; None if there is none."""
+    index = _BIASES.get(node.op_type, len(node.inputs))
+    return next(iter(node.inputs[index : index + 1]), None)
 
 
 @dataclass(frozen=True, eq=False)
