@@ -16,12 +16,16 @@ from ortops.graph.edit import describe, remove_node, take_place
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
+from ortops.graph.matching import Search, Variable, form
 from ortops.graph.names import Names
 from ortops.lora.evaluation import evaluated, update_of, weight_index
 from ortops.lora.model import WITHOUT_TRAINING, Array, read_adapted, refuse_not_finite
 from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import steps_to_weight
 from ortops.surgery.reading import drop_unread, refuse_training
+
+_DYNAMIC = form.Cast(form.MatMulInteger(...)) * Variable("a scale")
+"""A product of integers, scaled."""
 
 
 @loading.blame_model
@@ -92,9 +96,7 @@ def _node(value: ir.Value, layer: str) -> ir.Node:
     """Returns the node of the base that computes a tensor."""
     producer = value.producer()
     assert producer is not None
-    if producer.op_type == "GatherBlockQuantized" or (
-        producer.op_type == "Mul" and _is_dynamic(producer)
-    ):
+    if producer.op_type == "GatherBlockQuantized" or any(Search(_DYNAMIC, value, removing=False)):
         raise UnsupportedError(
             f"{describe(producer)}: layer '{layer}' is computed with quantized numbers, so its "
             "adapter cannot be merged; keep it, or merge it into the float model and quantize that"
@@ -106,15 +108,6 @@ def _node(value: ir.Value, layer: str) -> ir.Node:
             "and quantize that"
         )
     return producer
-
-
-def _is_dynamic(node: ir.Node) -> bool:
-    """Whether a node scales a product of integers."""
-    makers = [value.producer() for value in node.inputs if value is not None]
-    casts = [maker for maker in makers if maker is not None and maker.op_type == "Cast"]
-    before = [cast.inputs[0] for cast in casts]
-    sources = [value.producer() for value in before if value is not None]
-    return any(source is not None and source.op_type == "MatMulInteger" for source in sources)
 
 
 def _fold(
