@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -84,17 +83,11 @@ def classified(model: Any, rows: list[Any]) -> Any:
 BERT, SMALL = "BertForSequenceClassification", "DistilBertForSequenceClassification"
 
 
-@pytest.mark.parametrize(
-    ("kind", "dynamo", "training"),
-    [
-        (BERT, False, False),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in itertools.product((BERT, SMALL), (False, True), (False, True))
-            if each != (BERT, False, False)
-        ),
-    ],
-)
+@pytest.mark.quick(1)
+@pytest.mark.nightly
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("kind", [BERT, SMALL])
 def test_a_classifier_trains_as_in_torch_and_is_saved_as_it_came(
     kind: str, dynamo: bool, training: bool, tmp_path: Path
 ) -> None:
@@ -115,6 +108,7 @@ def test_a_classifier_trains_as_in_torch_and_is_saved_as_it_came(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_pairs_of_texts_have_a_class(dynamo: bool, tmp_path: Path) -> None:
     model = encoder("BertForSequenceClassification", id2label=dict(enumerate(CLASSES)))
@@ -190,14 +184,9 @@ SCORED = [(a, b, n / 4) for n, (a, b, _) in enumerate(ANSWERS)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "dynamo"),
-    [
-        (case, dynamo)
-        for case in ("retrieval", "negatives", "triplet", "cls", "max", "pairs")
-        for dynamo in (False, True)
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("case", ["retrieval", "negatives", "triplet", "cls", "max", "pairs"])
 def test_embeddings_train_as_in_sentence_transformers(
     case: str, dynamo: bool, tmp_path: Path
 ) -> None:
