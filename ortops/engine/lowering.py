@@ -49,7 +49,7 @@ from ortops.graph.names import Names
 from ortops.graph.passes import passes_for
 from ortops.graph.passes.draft import Draft, Pass, Runtime
 from ortops.graph.passes.order import put_last_results_first
-from ortops.graph.shapes import infer_shapes, is_unknown, may_be_equal
+from ortops.graph.shapes import infer_shapes, is_inferred, is_unknown, may_be_equal
 from ortops.graph.tensor import Tensor, op, shape_of
 from ortops.optimizers import OPERATORS
 
@@ -219,7 +219,7 @@ def lower_prepared(
     return model
 
 
-def prepare(model: ir.Model, rules: Rules = RULES) -> ir.Model:
+def prepare(model: ir.Model, rules: Rules = RULES, *, inferred: bool = False) -> ir.Model:
     """Converts a model with nodes of the training domain to the form that lowering requires.
 
     Gradient nodes are bound, functions are inlined, the opset is 21 or later, nodes are in
@@ -229,13 +229,15 @@ def prepare(model: ir.Model, rules: Rules = RULES) -> ir.Model:
     Args:
         model: The model; do not use it afterwards.
         rules: The rules.
+        inferred: Whether types and shapes are those that inference would find.
 
     Raises:
         ModelError: If the model, or a node of the domain in it, is invalid.
     """
     model = normalize(model)
     mark_variables(model.graph)
-    infer_types(model)
+    if not inferred or not all(map(is_inferred, model.graph)):
+        infer_types(model)
     if expand(model, rules):
         infer_types(model)
     for node in _optimizer_nodes(model.graph):

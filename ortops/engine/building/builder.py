@@ -42,6 +42,7 @@ from ortops.engine.building.updates import (
 )
 from ortops.engine.building.without_adapter import without_adapter
 from ortops.engine.lowering import lower_prepared
+from ortops.engine.trainable.handed_types import hand_over
 from ortops.engine.trainable.metadata import (
     ENTRIES,
     MAIN,
@@ -288,6 +289,7 @@ def build_light(
     made = plan.write(recipe_of({**settings, "batch_normalization": batch_normalization}))
     if plan.unshaped:
         plan.differentiate(made)
+    hand_over(made, prepared.graph)
     result = LightModel(made.proto, external.returned(made.data))
     external.let_go(made)
     return result

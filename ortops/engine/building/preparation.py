@@ -151,7 +151,7 @@ def prepare_for_training(
     convert.inline(work)
     opset = work.graph.opset_imports[""]
     scopes = read_scopes(work.graph.initializers.values())
-    work = _upgraded(work)
+    work, inferred = _upgraded(work)
     graph = work.graph
     if only_adapter:
         chosen = choose(graph.initializers, trainable, scopes, "belongs to the adapter's base")
@@ -171,7 +171,7 @@ def prepare_for_training(
         result, _ = lift(light, lifted)
         if not {entry.domain for entry in result.proto.opset_import} & {"", "ai.onnx"}:
             result.proto.opset_import.add(domain="", version=graph.opset_imports[""])
-    graph = prepare(work).graph
+    graph = prepare(work, inferred=inferred).graph
     known = {v.name or "": v for node in graph for v in node.outputs} | dict(graph.initializers)
     chosen.floats = {name: known[name] for name in chosen.floats if name in known}
     chosen.trained = {name: graph.initializers[name] for name in chosen.trained}
@@ -222,19 +222,19 @@ def _checked(trainable: Sequence[str] | None) -> list[str] | None:
     return found
 
 
-def _upgraded(work: ir.Model) -> ir.Model:
-    """Returns a model of opset 21 or later with inferred types."""
+def _upgraded(work: ir.Model) -> tuple[ir.Model, bool]:
+    """Returns a model of opset 21 or later with types, and whether all of them were inferred."""
     work = convert.upgrade(work)
     graph = work.graph
     made = (value for node in all_nodes(graph) for value in node.outputs if value.name)
-    if any(value.type is None for value in made):
-        infer_shapes(work)  # types help to tell weights from other constants
+    # Types help to tell weights from other constants. Those of Gradient nodes are inferred later.
+    inferred = any(value.type is None for value in made) and infer_shapes(work)
     for value in list(graph.inputs):  # older files list initializers as inputs, too
         if value.name in graph.initializers:
             graph.inputs.remove(value)
     if not graph.outputs:
         raise ModelError("model: it has no output; a loss is computed from one")
-    return work
+    return work, inferred
 
 
 def _converted(work: ir.Model, proto: onnx.ModelProto, adapter: Adapter | None) -> LightModel:

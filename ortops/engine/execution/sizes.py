@@ -40,6 +40,7 @@ def bind_sizes(model: ir.Model, sizes: Mapping[str, int]) -> None:
             if value.shape is not None and not value.shape.is_static():
                 known[value] = value.shape
                 value.shape = None
+    fold(graph)  # the sizes of inputs, on which many other sizes depend
     infer_types(model)
     if fold(graph) and not all(map(_is_static, all_nodes(graph))):
         infer_types(model)  # again, with the values that the sizes make constant
