@@ -397,9 +397,10 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
         members.append(node)
         by_graph[node.graph] = members
     for graph, members in by_graph.items():
-        for node in members:
+        for node in members:  # onnx-ir's own function scans all outputs of the graph each time
             disconnect(node)
-        graph.remove(members, safe=True)  # in one call, because each scans all outputs of the graph
+            node.graph = None
+            graph._nodes.remove(node)
 
 
 def disconnect(node: ir.Node) -> None:
