@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from violations import all_violations
 import ortops
 from ortops.engine.trainable import handed_types, step_graph
 from ortops.graph import convert
+from ortops.graph.files.held_file import HeldFile
 
 COUNTED = {
     "inferred": (onnx.shape_inference, "infer_shapes"),
@@ -125,6 +127,39 @@ def test_the_number_of_nodes_changes_no_count() -> None:
             ortops.TrainingSession(trainable(given)).step(batch())
         found.append(+counts)
     assert found[0] == found[1]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="open files cannot be replaced there")
+def test_building_reads_each_weight_of_a_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: Counter[int] = Counter()
+    read = HeldFile.read
+
+    def counted(self: HeldFile, begin: int, end: int) -> bytes:
+        found[end - begin] += 1
+        return read(self, begin, end)
+
+    given = dense(np.random.default_rng(0))
+    ortops.save_model(given, tmp_path / "model.onnx")
+    monkeypatch.setattr(HeldFile, "read", counted)
+    settings: dict[str, Any] = {"loss": "MeanSquaredError", "optimizer": "Adam"}
+    built = ortops.build_training_model(tmp_path / "model.onnx", **settings)
+    assert [found[4 * 32 * size] for size in (16, 32)] == [1, 1]
+    assert built == ortops.build_training_model(given, **settings)
+
+
+def dense(rng: np.random.Generator) -> onnx.ModelProto:
+    """Returns two layers with weights of more than a kilobyte."""
+    with ortops.Tape(name="dense") as tape:
+        x = tape.input("x", np.float32, ["n", 32])
+        shapes = {"w0": (32, 32), "w1": (32, 16)}
+        w0, w1 = (
+            tape.initializer(name, rng.standard_normal(shape, np.float32))
+            for name, shape in shapes.items()
+        )
+        tape.output(ortops.op.Tanh(x @ w0) @ w1, "y")
+    return tape.model()
 
 
 def changes() -> dict[str, Callable[[onnx.ModelProto], object]]:

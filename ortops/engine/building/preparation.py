@@ -118,6 +118,8 @@ def prepare_for_training(
     trainable: Sequence[str] | None,
     batch_normalization: BatchNormalization,
     place: Place | None = None,
+    *,
+    keep: bool = False,
 ) -> Prepared:
     """Brings a model into the form that a training algorithm can be added to.
 
@@ -127,6 +129,7 @@ def prepare_for_training(
             trains the adapter if the model has one.
         batch_normalization: Which layers use batch statistics (see `build_training_model`).
         place: Which training_info entry the algorithm becomes; the only one by default.
+        keep: Whether data of a file stay in memory once they are read.
 
     Raises:
         ArgumentError: If ``trainable`` or ``batch_normalization`` is not valid for any model.
@@ -135,7 +138,7 @@ def prepare_for_training(
     """
     choice("batch_normalization", batch_normalization, get_args(BatchNormalization))
     trainable = _checked(trainable)
-    light = _inference_model(model)
+    light = _inference_model(model, keep=keep)
     proto = light.proto
     if trainable is None and (why := refused_without_weights(light)):
         raise ModelError(f"trainable: the loss depends on no weight, only on {why}")
@@ -184,9 +187,10 @@ def prepare_for_training(
     )
 
 
-def _inference_model(model: ModelLike | LightModel) -> LightModel:
+def _inference_model(model: ModelLike | LightModel, *, keep: bool) -> LightModel:
     """Returns a model without training_info; the caller's model stays as it is."""
-    light = external.lend(convert.load_light(model))
+    light = convert.load_light(model)
+    light = external.lend(external.keep(light) if keep else light)
     if light.proto.training_info:
         raise ModelError(
             "model: it has training_info already; run it with TrainingSession, or get the model "

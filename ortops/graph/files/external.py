@@ -104,7 +104,10 @@ class LightModel(NamedTuple):
         """Stores the data in the model, in place, and returns it."""
         for tensor in initializers(self.proto):
             if is_light(tensor):
-                content = _bytes(self.data[location_of(tensor)])
+                held = self.data[location_of(tensor)]
+                content = _bytes(held)
+                if isinstance(held, _Kept):
+                    held.release()
                 tensor.ClearField("external_data")
                 tensor.ClearField("data_location")
                 tensor.raw_data = content
@@ -139,6 +142,30 @@ class Reference(ir.LazyTensor):
     def _content(self) -> ir.TensorProtocol:
         assert self.content is not None
         return self.content
+
+
+class _Kept(ir.LazyTensor):
+    """Data of a file that stay in memory from their first access until they are released."""
+
+    def __init__(self, content: InFile) -> None:
+        self._content, self._kept = content, list[ir.TensorProtocol]()
+        super().__init__(self._read, content.dtype, ir.Shape(content.shape.numpy()))
+
+    def _read(self) -> ir.TensorProtocol:
+        kept = self._kept or [ir.Tensor(self._content.numpy(), dtype=self.dtype)]
+        self._kept = kept
+        return kept[0]
+
+    def release(self) -> None:
+        """Frees the memory; the next access reads the file again."""
+        self._kept = []
+
+
+def keep(model: LightModel) -> LightModel:
+    """Returns a model whose data are read from their file once, for `LightModel.attach`."""
+    data = model.data.items()
+    kept = {name: _Kept(each) if isinstance(each, InFile) else each for name, each in data}
+    return LightModel(model.proto, kept)
 
 
 def lend(model: LightModel) -> LightModel:
