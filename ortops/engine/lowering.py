@@ -46,6 +46,7 @@ from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import has_domain
 from ortops.graph.files.serialization import BOUND_DOMAIN, to_proto
 from ortops.graph.names import Names
+from ortops.graph.nesting import subgraphs
 from ortops.graph.passes import passes_for
 from ortops.graph.passes.draft import Draft, Pass, Runtime
 from ortops.graph.passes.order import put_last_results_first
@@ -269,7 +270,7 @@ def normalize(model: ir.Model) -> ir.Model:
         model.graph.sort()
     except ValueError as error:
         raise ModelError(f"model: {error} A tensor must not be computed from itself") from error
-    for graph in model.graph.subgraphs():
+    for graph in subgraphs(model.graph):
         graph.opset_imports.update(model.graph.opset_imports)
     return model
 

@@ -14,11 +14,12 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError
 from ortops.graph.constants import constant_tensor
-from ortops.graph.edit import all_nodes, inner_graphs
+from ortops.graph.edit import all_nodes
 from ortops.graph.files.external import move_aside
 from ortops.graph.files.messages import MICROSOFT, external_to_inputs
 from ortops.graph.files.serialization import is_map
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs, subgraphs
 from ortops.graph.pooled_sizes import is_miscounted, without_ceil_mode
 from ortops.graph.tensor import Tape, Tensor, op, shape_of
 
@@ -348,7 +349,7 @@ def _unique_names(graph: ir.Graph) -> Iterator[None]:
     of another one.
     """
     names, renamed = Names(), list[tuple[ir.Value, str]]()
-    for each in (graph, *graph.subgraphs()):
+    for each in (graph, *subgraphs(graph)):
         for value in _values(each):
             if value.name and names.unique(value.name) != value.name:
                 renamed.append((value, value.name))

@@ -10,9 +10,9 @@ import onnx
 import onnx_ir as ir
 
 from ortops.graph.constants import constant_tensor, dims_of
-from ortops.graph.edit import inner_graphs
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import is_light
+from ortops.graph.nesting import inner_graphs
 
 _Types: TypeAlias = Mapping[str, tuple[ir.TypeProtocol | None, ir.Shape | None]]
 

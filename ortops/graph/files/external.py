@@ -43,6 +43,7 @@ from ortops.graph.files.messages import (
 )
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.files.wire_format import ByteSpan, unknown_fields
+from ortops.graph.nesting import subgraphs
 
 MESSAGE_LIMIT = 2**31 - 2**24
 """The maximum size in bytes of tensor data in a message: 2 GB, minus room for other fields."""
@@ -405,7 +406,7 @@ def read_on_demand(model: ir.Model, folder: Path | None) -> None:
         model: The model. Detached data do not count as external.
         folder: The folder of its file, if there is one.
     """
-    for graph in model.graphs():
+    for graph in (model.graph, *subgraphs(model.graph)):
         for value in graph.initializers.values():
             tensor = value.const_value
             if isinstance(tensor, ir.ExternalTensor) and not _is_light(tensor):
