@@ -77,6 +77,8 @@ def model(*, repeated: int = 2, opset: int = 21, exported: bool = False) -> onnx
         "one": np.array([1]),
         "wide": np.array([16]),
     }
+    arrays["table"] = np.arange(300)  # which could be sizes
+    nodes.append(helper.make_node("Identity", ["table"], ["many"]))
     tensors = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4, 4])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
@@ -199,6 +201,7 @@ def changes() -> dict[str, Callable[[onnx.ModelProto], object]]:
         "a node more": graph(lambda found: found.node.append(copied)),
         "two names": graph(renamed),
         "small values": tensor("wide", np.array([8])),
+        "many values": tensor("table", np.arange(1, 301)),
         "the shape of a weight": tensor("w", np.ones((16, 8), np.float32)),
         "the type of a weight": tensor("w", np.ones((16, 16))),
         "the rows of an input": graph(

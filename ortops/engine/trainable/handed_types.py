@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -15,6 +16,9 @@ from ortops.graph.files.messages import is_light
 from ortops.graph.nesting import inner_graphs
 
 _Types: TypeAlias = Mapping[str, tuple[ir.TypeProtocol | None, ir.Shape | None]]
+
+_OF_SIZES = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
+_SMALL = 2**14  # elements: inference reads no larger constants
 
 _handed: dict[bytes, _Types] = {}
 """What the last call of `hand_over` left, by a digest of all that inference depends on."""
@@ -96,12 +100,15 @@ def _with_symbols(value: ir.Value) -> ir.Shape | None:
 def _digest(light: LightModel, entry: int) -> bytes:
     """Returns a digest of all that the types in a model with the algorithm of an entry follow from.
 
-    Of large tensors, which hold no sizes, it has the names, types and shapes.
+    Of tensors with detached data it has names, types and shapes; the values of those that may hold
+    sizes, too.
     """
     found = hashlib.sha256()
     for message in _parts(light.proto, entry):
         if isinstance(message, onnx.TensorProto) and is_light(message):
             found.update(repr((message.name, message.data_type, [*message.dims])).encode())
+            if message.data_type in _OF_SIZES and math.prod(message.dims) <= _SMALL:
+                found.update(light.array_of(message).tobytes())
         else:
             found.update(message.SerializeToString(deterministic=True))
         found.update(b";")
