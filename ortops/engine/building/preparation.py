@@ -233,9 +233,10 @@ def _upgraded(work: ir.Model) -> tuple[ir.Model, bool]:
     made = (value for node in all_nodes(graph) for value in node.outputs if value.name)
     # Types help to tell weights from other constants. Those of Gradient nodes are inferred later.
     inferred = any(value.type is None for value in made) and infer_shapes(work)
-    for value in list(graph.inputs):  # older files list initializers as inputs, too
-        if value.name in graph.initializers:
-            graph.inputs.remove(value)
+    # Older files list initializers as inputs, too, whose declared sizes may be unknown.
+    for value in [value for value in graph.inputs if value.name in graph.initializers]:
+        graph.inputs.remove(value)
+        inferred = False
     if not graph.outputs:
         raise ModelError("model: it has no output; a loss is computed from one")
     return work, inferred
