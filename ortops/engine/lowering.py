@@ -50,7 +50,7 @@ from ortops.graph.nesting import subgraphs
 from ortops.graph.passes import passes_for
 from ortops.graph.passes.draft import Draft, Pass, Runtime
 from ortops.graph.passes.order import put_last_results_first
-from ortops.graph.shapes import infer_shapes, is_inferred, is_unknown, may_be_equal
+from ortops.graph.shapes import infer_shapes, is_unknown, may_be_equal
 from ortops.graph.tensor import Tensor, op, shape_of
 from ortops.optimizers import OPERATORS
 
@@ -237,7 +237,8 @@ def prepare(model: ir.Model, rules: Rules = RULES, *, inferred: bool = False) ->
     """
     model = normalize(model)
     mark_variables(model.graph)
-    if not inferred or not all(map(is_inferred, model.graph)):
+    made = (value for node in model.graph for value in node.outputs if value.name)
+    if not inferred or any(value.type is None for value in made):
         infer_types(model)
     if expand(model, rules):
         infer_types(model)
