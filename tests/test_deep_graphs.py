@@ -18,6 +18,7 @@ from violations import all_violations
 import ortops
 from ortops import lora
 from ortops.engine.check import check
+from ortops.engine.execution import part
 from ortops.graph.squashing import partly_squashed, squashed
 
 DEPTH = 5000
@@ -151,6 +152,42 @@ def test_time_is_linear_in_the_number_of_weights() -> None:
             for code, number in many.items():
                 with check(f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"):
                     assert number <= 4 * few[code] + 100, f"{few[code]} calls, then {number}"
+
+
+def of_many_nodes(count: int) -> onnx.ModelProto:
+    """Returns a chain of as many layers, each of which passes rewrite, on rows of any number."""
+    nodes: list[onnx.NodeProto] = []
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for n in range(count):
+        nodes += [
+            helper.make_node("MatMul", [f"h{n}", f"w{n}"], [f"m{n}"]),
+            helper.make_node("Add", [f"m{n}", f"b{n}"], [f"a{n}"]),
+            helper.make_node("Sigmoid", [f"a{n}"], [f"s{n}"]),
+            helper.make_node("Mul", [f"a{n}", f"s{n}"], [f"h{n + 1}"]),
+        ]
+        arrays[f"w{n}"] = np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
+        arrays[f"b{n}"] = np.linspace(n, n + 1, 4, dtype=np.float32)
+    tensors = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    ends = (("h0", ["n", 4]), (f"h{count}", ["n", 4]))
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in ends)
+    graph = helper.make_graph(nodes, "layers", [x], [y], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.slow
+def test_time_is_linear_in_the_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No function is called more often than 4 times as often for 4 times as many layers."""
+
+    def here(function: Callable[[], object]) -> object:
+        return function()
+
+    monkeypatch.setattr(part, "run_uninterrupted", here)  # a thread of its own makes the graph
+    calls(of_many_nodes(2))  # what is called once in a process
+    few, many = (calls(of_many_nodes(count)) for count in (25, 100))
+    with all_violations() as check:
+        for code, number in many.items():
+            with check(f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"):
+                assert number <= 4 * few[code] + 100, f"{few[code]} calls, then {number}"
 
 
 def between_layers(repeat: Repeat, last: bool = True) -> onnx.ModelProto:

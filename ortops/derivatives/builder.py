@@ -10,8 +10,9 @@ import onnx_ir as ir
 from ortops._common.arguments import whole_number
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.constants import Dim
-from ortops.graph.edit import describe, inner_graphs, is_float, values_of
+from ortops.graph.edit import describe, is_float, values_of
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses.scene import default_output
 

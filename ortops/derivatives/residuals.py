@@ -15,12 +15,12 @@ from ortops.graph.edit import (
     all_nodes,
     ancestor_nodes,
     dependent_values,
-    inner_graphs,
     prune,
     read_inputs,
     take_place,
 )
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.operators import is_random
 
 

@@ -15,8 +15,9 @@ from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.autodiff.expansion import expand_nodes
 from ortops.graph.autodiff.rules import RULES
 from ortops.graph.constants import Dim
-from ortops.graph.edit import copy_node, disconnect, inner_graphs, read_inputs, remove_unread
+from ortops.graph.edit import copy_node, disconnect, read_inputs, remove_unread
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.tensor import Tape, Tensor, op
 
 Axes: TypeAlias = int | Sequence[int | None] | Mapping[str, int | None] | None

@@ -32,9 +32,10 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.autodiff.expansion import expand
 from ortops.graph.autodiff.registry import StructuralRule, ZeroRule
 from ortops.graph.autodiff.rules import RULES
-from ortops.graph.edit import all_nodes, describe, inner_graphs, is_float, mapped_tensor
+from ortops.graph.edit import all_nodes, describe, is_float, mapped_tensor
 from ortops.graph.files import external, loading
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.passes import passes_for
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.squashing import squashed

@@ -46,6 +46,7 @@ from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import has_domain
 from ortops.graph.files.serialization import BOUND_DOMAIN, to_proto
 from ortops.graph.names import Names
+from ortops.graph.nesting import subgraphs
 from ortops.graph.passes import passes_for
 from ortops.graph.passes.draft import Draft, Pass, Runtime
 from ortops.graph.passes.order import put_last_results_first
@@ -219,7 +220,7 @@ def lower_prepared(
     return model
 
 
-def prepare(model: ir.Model, rules: Rules = RULES) -> ir.Model:
+def prepare(model: ir.Model, rules: Rules = RULES, *, inferred: bool = False) -> ir.Model:
     """Converts a model with nodes of the training domain to the form that lowering requires.
 
     Gradient nodes are bound, functions are inlined, the opset is 21 or later, nodes are in
@@ -229,13 +230,16 @@ def prepare(model: ir.Model, rules: Rules = RULES) -> ir.Model:
     Args:
         model: The model; do not use it afterwards.
         rules: The rules.
+        inferred: Whether types and shapes are those that inference would find.
 
     Raises:
         ModelError: If the model, or a node of the domain in it, is invalid.
     """
     model = normalize(model)
     mark_variables(model.graph)
-    infer_types(model)
+    made = (value for node in model.graph for value in node.outputs if value.name)
+    if not inferred or any(value.type is None for value in made):
+        infer_types(model)
     if expand(model, rules):
         infer_types(model)
     for node in _optimizer_nodes(model.graph):
@@ -267,7 +271,7 @@ def normalize(model: ir.Model) -> ir.Model:
         model.graph.sort()
     except ValueError as error:
         raise ModelError(f"model: {error} A tensor must not be computed from itself") from error
-    for graph in model.graph.subgraphs():
+    for graph in subgraphs(model.graph):
         graph.opset_imports.update(model.graph.opset_imports)
     return model
 

@@ -42,6 +42,7 @@ from ortops.graph.files.serialization import from_proto
 from ortops.graph.files.validation import validate
 from ortops.graph.limits import LIMITS
 from ortops.graph.names import Names
+from ortops.graph.nesting import subgraphs
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Tape, op
 
@@ -125,7 +126,7 @@ def to_ir(
     for node in all_nodes(result.graph):
         if node.domain == MICROSOFT:  # onnxruntime does not require the import
             result.graph.opset_imports.setdefault(node.domain, 1)
-    for graph in result.graphs():
+    for graph in (result.graph, *subgraphs(result.graph)):
         for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
             if value.shape is not None and any(_is_unknown(dim) for dim in value.shape):
                 dims = [None if _is_unknown(dim) else dim for dim in value.shape]

@@ -9,10 +9,9 @@ import onnx_ir as ir
 
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs, subgraphs
 from ortops.graph.operators import is_random
 from ortops.graph.tensor import Tape, Tensor, op
-
-_GRAPH, _GRAPHS = ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS
 
 _T = TypeVar("_T")
 
@@ -133,18 +132,6 @@ def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
         yield node
         for inner in inner_graphs(node):
             yield from all_nodes(inner)
-
-
-def inner_graphs(node: ir.Node) -> list[ir.Graph]:
-    """Returns the subgraphs of a node: its branches, or the body of a loop."""
-    graphs: list[ir.Graph] = []
-    for attribute in node.attributes.data.values():  # a hot path: the inner dict is faster
-        kind = attribute.type
-        if kind == _GRAPH:
-            graphs.append(attribute.as_graph())
-        elif kind == _GRAPHS:
-            graphs.extend(attribute.as_graphs())
-    return graphs
 
 
 def read_inputs(node: ir.Node) -> list[ir.Value]:
@@ -340,7 +327,7 @@ def _copy_attribute(attribute: ir.Attr, copies: Mapping[ir.Value, ir.Value]) -> 
 
 def _copy_graph(graph: ir.Graph, copies: Mapping[ir.Value, ir.Value]) -> ir.Graph:
     copy = graph.clone(allow_outer_scope_values=True)
-    for inner in (copy, *copy.subgraphs()):
+    for inner in (copy, *subgraphs(copy)):
         for node in inner:
             for index, value in enumerate(node.inputs):
                 if value is not None and value in copies:
@@ -359,7 +346,7 @@ def rename_within(graph: ir.Graph, names: Names, prefix: str = "") -> None:
         names: The names used in the model.
         prefix: What the new names begin with.
     """
-    for each in (graph, *graph.subgraphs()):
+    for each in (graph, *subgraphs(graph)):
         outputs = (value for node in each for value in node.outputs if value.name)
         for value in (*each.inputs, *each.initializers.values(), *outputs):
             value.name = names.unique(f"{prefix}{value.name}")
@@ -383,10 +370,15 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
     unread: dict[ir.Node, None] = {}
     gone: set[ir.Node] = set()  # the unread nodes, and the nodes in their subgraphs
     for node in reversed(nodes):
-        if node.graph is not None and not any(
-            value.is_graph_output() or any(user not in gone for user, _ in value.uses())
-            for value in node.outputs
-        ):
+        if node.graph is None:
+            continue
+        for value in node.outputs:  # a hot path: most nodes are read, and few are gone
+            uses = value.uses()
+            if value.is_graph_output() or (uses and not gone):
+                break
+            if any(user not in gone for user, _ in uses):
+                break
+        else:
             unread[node] = None
             gone.add(node)
             for inner in inner_graphs(node):
@@ -397,9 +389,10 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
         members.append(node)
         by_graph[node.graph] = members
     for graph, members in by_graph.items():
-        for node in members:
+        for node in members:  # onnx-ir's own function scans all outputs of the graph each time
             disconnect(node)
-        graph.remove(members, safe=True)  # in one call, because each scans all outputs of the graph
+            node.graph = None
+            graph._nodes.remove(node)
 
 
 def disconnect(node: ir.Node) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Container
 
 import onnx_ir as ir
 
-from ortops.graph.edit import all_nodes, inner_graphs
+from ortops.graph.edit import all_nodes
+from ortops.graph.nesting import inner_graphs
 
 _TYPES = ("dtype", "output_dtype", "precision", "stash_type", "to")
 """Attributes whose value is the number of a type."""

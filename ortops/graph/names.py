@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ortops.graph.nesting import subgraphs
+
 
 class Names:
     """Generates unique names for values and nodes.
@@ -16,7 +18,7 @@ class Names:
         self._taken: set[str] = set()
         self._next: dict[str, int] = {}
         if graph is not None:
-            for inner in (graph, *graph.subgraphs()):
+            for inner in (graph, *subgraphs(graph)):
                 self._taken.update(inner.initializers)
                 self._taken.update(value.name for value in inner.inputs if value.name)
                 for node in inner:

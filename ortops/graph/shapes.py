@@ -14,11 +14,12 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError
 from ortops.graph.constants import constant_tensor
-from ortops.graph.edit import all_nodes, inner_graphs
+from ortops.graph.edit import all_nodes
 from ortops.graph.files.external import move_aside
 from ortops.graph.files.messages import MICROSOFT, external_to_inputs
 from ortops.graph.files.serialization import is_map
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs, subgraphs
 from ortops.graph.pooled_sizes import is_miscounted, without_ceil_mode
 from ortops.graph.tensor import Tape, Tensor, op, shape_of
 
@@ -210,10 +211,13 @@ def is_unknown(dim: int | ir.SymbolicDim) -> bool:
     return not isinstance(dim, int) and (dim.value is None or dim.value.startswith("unk__"))
 
 
-def infer_shapes(model: ir.Model) -> None:
+def infer_shapes(model: ir.Model) -> bool:
     """Infers types and shapes, in place, as far as possible.
 
     Unlike onnx's shape inference, it passes types and shapes of outer values to subgraphs.
+
+    Returns:
+        Whether onnx inferred all of them, so that to infer them again would not change them.
     """
     hidden: dict[ir.Node, tuple[str, str]] = {}
     for node in all_nodes(model.graph):
@@ -238,6 +242,7 @@ def infer_shapes(model: ir.Model) -> None:
             node.domain, node.op_type = name
             node.attributes.pop("to", None)
     _remove_element_symbols(model.graph)
+    is_whole = not hidden and all(map(is_inferred, model.graph))
     _infer_rest(model.graph, Tape(model.graph, names=Names()))
     # With ranks of elements, onnxruntime refuses branches that read a sequence and cannot run for
     # its rank; it accepts them in files without.
@@ -245,6 +250,16 @@ def infer_shapes(model: ir.Model) -> None:
         for value in node.outputs:
             if isinstance(value.type, ir.SequenceType) and not value.is_graph_output():
                 value.shape = None
+    return is_whole
+
+
+def is_inferred(node: ir.Node) -> bool:
+    """Whether a node without subgraphs has outputs that are tensors of known shapes."""
+    return not inner_graphs(node) and all(
+        value.shape is not None and isinstance(value.type, ir.TensorType)
+        for value in node.outputs
+        if value.name
+    )
 
 
 def _disguise(node: ir.Node) -> tuple[str, str, ir.DataType | None] | None:
@@ -334,7 +349,7 @@ def _unique_names(graph: ir.Graph) -> Iterator[None]:
     of another one.
     """
     names, renamed = Names(), list[tuple[ir.Value, str]]()
-    for each in (graph, *graph.subgraphs()):
+    for each in (graph, *subgraphs(graph)):
         for value in _values(each):
             if value.name and names.unique(value.name) != value.name:
                 renamed.append((value, value.name))

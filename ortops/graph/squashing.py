@@ -19,7 +19,6 @@ from ortops.graph.constants import constant_number, constant_tensor
 from ortops.graph.edit import (
     Steps,
     attribute_values,
-    inner_graphs,
     is_float,
     permutation_of,
     producer_of,
@@ -27,6 +26,7 @@ from ortops.graph.edit import (
 )
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.matching import Behind, Form, Found, Search, Variable, adds_axes, form
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.operators import MOVES
 
 Kind: TypeAlias = Literal["softmax", "log_softmax", "sigmoid", "complement", "probabilities"]

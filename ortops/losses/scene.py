@@ -17,12 +17,12 @@ from ortops.graph.edit import (
     attribute_values,
     copy_node,
     describe,
-    inner_graphs,
     is_float,
     mapped_tensor,
     unrolled,
 )
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.squashing import Squashed, may_be_bounded, partly_squashed, squashed
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses.loss import Loss, Part, Reads, Shape, softplus

@@ -10,9 +10,10 @@ import onnx_ir as ir
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.autodiff.gradient_node import GRADIENT_DOMAINS
-from ortops.graph.edit import all_nodes, copy_node, describe, inner_graphs, rename_within
+from ortops.graph.edit import all_nodes, copy_node, describe, rename_within
 from ortops.graph.files.external import Reference
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.graph.tensor import Tape, Tensor
 

@@ -12,20 +12,13 @@ import onnx_ir as ir
 
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph import convert
-from ortops.graph.edit import (
-    all_nodes,
-    ancestor_nodes,
-    inner_graphs,
-    prune,
-    read_inputs,
-    remove_node,
-    take_place,
-)
+from ortops.graph.edit import all_nodes, ancestor_nodes, prune, read_inputs, remove_node, take_place
 from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.weights import lift, weights
 from ortops.surgery.reading import Array, logger, model_of, open_model, refuse_training
 

@@ -8,8 +8,9 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import describe, has_one_reader, inner_graphs, producer_of
+from ortops.graph.edit import describe, has_one_reader, producer_of
 from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.operators import ELEMENTWISE, having
 from ortops.surgery.channels import Axes, Channels, Labels
 from ortops.surgery.reading import constant, integers

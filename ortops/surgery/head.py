@@ -12,17 +12,12 @@ import onnx_ir as ir
 
 from ortops._common.arguments import whole_number
 from ortops.errors import ModelError, UnsupportedError, did_you_mean
-from ortops.graph.edit import (
-    all_nodes,
-    ancestor_nodes,
-    describe,
-    inner_graphs,
-    read_inputs,
-)
+from ortops.graph.edit import all_nodes, ancestor_nodes, describe, read_inputs
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.operators import ELEMENTWISE, MOVES, PRODUCTS, having
 from ortops.graph.tensor import Tape
 from ortops.surgery.reading import (

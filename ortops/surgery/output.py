@@ -12,13 +12,14 @@ from onnx_ir.passes.common import RemoveUnusedFunctionsPass
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.adapters import METADATA_KEY, adapter_of
-from ortops.graph.edit import all_nodes, describe, inner_graphs, prune, values_of
+from ortops.graph.edit import all_nodes, describe, prune, values_of
 from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.folders import remember
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import algorithm_names
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs
 from ortops.surgery.reading import dimensions, inferred, logger, read
 
 

@@ -8,9 +8,10 @@ import onnx
 import onnx_ir as ir
 
 from ortops.errors import ModelError, UnsupportedError
-from ortops.graph.edit import all_nodes, dependent_values, describe, inner_graphs, is_float, prune
+from ortops.graph.edit import all_nodes, dependent_values, describe, is_float, prune
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
+from ortops.graph.nesting import inner_graphs
 from ortops.surgery.reading import dimensions, inferred, logger, read, refuse_training
 
 _SUPPRESSION = "NonMaxSuppression"

@@ -13,11 +13,12 @@ import onnx
 import onnx_ir as ir
 
 from ortops.engine.lowering import TRAINING_DOMAIN
-from ortops.graph.edit import all_nodes, ancestor_nodes, inner_graphs
+from ortops.graph.edit import all_nodes, ancestor_nodes
 from ortops.graph.files import external
 from ortops.graph.files.external import Computed, LightModel, Reference
 from ortops.graph.files.messages import BIG, ITEM_SIZES
 from ortops.graph.files.serialization import BOUND_DOMAIN, name_tensors
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.tensor import Tape, Tensor, op
 
 _TRAINING_INFO_IR_VERSION = 7

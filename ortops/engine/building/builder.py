@@ -42,6 +42,7 @@ from ortops.engine.building.updates import (
 )
 from ortops.engine.building.without_adapter import without_adapter
 from ortops.engine.lowering import lower_prepared
+from ortops.engine.trainable.handed_types import hand_over
 from ortops.engine.trainable.metadata import (
     ENTRIES,
     MAIN,
@@ -204,6 +205,7 @@ def build_training_model(
         groups=groups,
         batch_normalization=batch_normalization,
         seed=seed,
+        keep=True,
     )
     return result.attach()
 
@@ -268,6 +270,7 @@ def build_light(
     trainable: Sequence[str] | None = None,
     batch_normalization: BatchNormalization = "auto",
     place: Place | None = None,
+    keep: bool = False,
     **settings: Any,
 ) -> LightModel:
     """Returns a trainable model whose big data stay where they are; see `build_training_model`.
@@ -279,15 +282,17 @@ def build_light(
         trainable: See `build_training_model`, as for all other arguments.
         batch_normalization: Which layers use batch statistics.
         place: Which training_info entry the algorithm becomes; the only one by default.
+        keep: Whether data of a file stay in memory once they are read, until they are attached.
         **settings: The arguments of `plan_training`.
     """
-    prepared = prepare_for_training(model, trainable, batch_normalization, place)
+    prepared = prepare_for_training(model, trainable, batch_normalization, place, keep=keep)
     plan = plan_training(prepared, **settings)
     for message in plan.said:
         say_note("%s", message)
     made = plan.write(recipe_of({**settings, "batch_normalization": batch_normalization}))
     if plan.unshaped:
         plan.differentiate(made)
+    hand_over(made, prepared.graph)
     result = LightModel(made.proto, external.returned(made.data))
     external.let_go(made)
     return result

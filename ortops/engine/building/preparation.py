@@ -118,6 +118,8 @@ def prepare_for_training(
     trainable: Sequence[str] | None,
     batch_normalization: BatchNormalization,
     place: Place | None = None,
+    *,
+    keep: bool = False,
 ) -> Prepared:
     """Brings a model into the form that a training algorithm can be added to.
 
@@ -127,6 +129,7 @@ def prepare_for_training(
             trains the adapter if the model has one.
         batch_normalization: Which layers use batch statistics (see `build_training_model`).
         place: Which training_info entry the algorithm becomes; the only one by default.
+        keep: Whether data of a file stay in memory once they are read.
 
     Raises:
         ArgumentError: If ``trainable`` or ``batch_normalization`` is not valid for any model.
@@ -135,7 +138,7 @@ def prepare_for_training(
     """
     choice("batch_normalization", batch_normalization, get_args(BatchNormalization))
     trainable = _checked(trainable)
-    light = _inference_model(model)
+    light = _inference_model(model, keep=keep)
     proto = light.proto
     if trainable is None and (why := refused_without_weights(light)):
         raise ModelError(f"trainable: the loss depends on no weight, only on {why}")
@@ -151,7 +154,7 @@ def prepare_for_training(
     convert.inline(work)
     opset = work.graph.opset_imports[""]
     scopes = read_scopes(work.graph.initializers.values())
-    work = _upgraded(work)
+    work, inferred = _upgraded(work)
     graph = work.graph
     if only_adapter:
         chosen = choose(graph.initializers, trainable, scopes, "belongs to the adapter's base")
@@ -171,7 +174,7 @@ def prepare_for_training(
         result, _ = lift(light, lifted)
         if not {entry.domain for entry in result.proto.opset_import} & {"", "ai.onnx"}:
             result.proto.opset_import.add(domain="", version=graph.opset_imports[""])
-    graph = prepare(work).graph
+    graph = prepare(work, inferred=inferred).graph
     known = {v.name or "": v for node in graph for v in node.outputs} | dict(graph.initializers)
     chosen.floats = {name: known[name] for name in chosen.floats if name in known}
     chosen.trained = {name: graph.initializers[name] for name in chosen.trained}
@@ -184,9 +187,10 @@ def prepare_for_training(
     )
 
 
-def _inference_model(model: ModelLike | LightModel) -> LightModel:
+def _inference_model(model: ModelLike | LightModel, *, keep: bool) -> LightModel:
     """Returns a model without training_info; the caller's model stays as it is."""
-    light = external.lend(convert.load_light(model))
+    light = convert.load_light(model)
+    light = external.lend(external.keep(light) if keep else light)
     if light.proto.training_info:
         raise ModelError(
             "model: it has training_info already; run it with TrainingSession, or get the model "
@@ -222,19 +226,20 @@ def _checked(trainable: Sequence[str] | None) -> list[str] | None:
     return found
 
 
-def _upgraded(work: ir.Model) -> ir.Model:
-    """Returns a model of opset 21 or later with inferred types."""
+def _upgraded(work: ir.Model) -> tuple[ir.Model, bool]:
+    """Returns a model of opset 21 or later with types, and whether all of them were inferred."""
     work = convert.upgrade(work)
     graph = work.graph
     made = (value for node in all_nodes(graph) for value in node.outputs if value.name)
-    if any(value.type is None for value in made):
-        infer_shapes(work)  # types help to tell weights from other constants
-    for value in list(graph.inputs):  # older files list initializers as inputs, too
-        if value.name in graph.initializers:
-            graph.inputs.remove(value)
+    # Types help to tell weights from other constants. Those of Gradient nodes are inferred later.
+    inferred = any(value.type is None for value in made) and infer_shapes(work)
+    # Older files list initializers as inputs, too, whose declared sizes may be unknown.
+    for value in [value for value in graph.inputs if value.name in graph.initializers]:
+        graph.inputs.remove(value)
+        inferred = False
     if not graph.outputs:
         raise ModelError("model: it has no output; a loss is computed from one")
-    return work
+    return work, inferred
 
 
 def _converted(work: ir.Model, proto: onnx.ModelProto, adapter: Adapter | None) -> LightModel:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 
-from ortops.graph.edit import all_nodes, describe, inner_graphs
+from ortops.graph.edit import all_nodes, describe
 from ortops.graph.files.messages import MICROSOFT
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.operators import MOVES, having
 
 PASSING: Mapping[str, Collection[int]] = {

@@ -8,7 +8,8 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError
 from ortops.graph.adapters import Adapter
-from ortops.graph.edit import ancestor_nodes, copy_node, inner_graphs, read_inputs, rename_within
+from ortops.graph.edit import ancestor_nodes, copy_node, read_inputs, rename_within
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.tensor import Tape
 
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from ortops.engine.lowering import infer_types
 from ortops.graph.edit import all_nodes
 from ortops.graph.folding import fold
+from ortops.graph.nesting import subgraphs
 
 
 def sizes_in(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -30,7 +31,7 @@ def bind_sizes(model: ir.Model, sizes: Mapping[str, int]) -> None:
         sizes: The sizes by symbol, such as ``{"batch": 32}``.
     """
     graph = model.graph
-    for inner in (graph, *graph.subgraphs()):
+    for inner in (graph, *subgraphs(graph)):
         for value in inner.inputs:
             if value.shape is not None:
                 value.shape = _bound(value.shape, sizes)
@@ -40,6 +41,7 @@ def bind_sizes(model: ir.Model, sizes: Mapping[str, int]) -> None:
             if value.shape is not None and not value.shape.is_static():
                 known[value] = value.shape
                 value.shape = None
+    fold(graph)  # the sizes of inputs, on which many other sizes depend
     infer_types(model)
     if fold(graph) and not all(map(_is_static, all_nodes(graph))):
         infer_types(model)  # again, with the values that the sizes make constant

@@ -30,6 +30,7 @@ from ortops.engine.lowering import (
     prepare,
     takes_python_kernel,
 )
+from ortops.engine.trainable import handed_types
 from ortops.engine.trainable.bfloat16 import compute_in_float32
 from ortops.engine.trainable.metadata import (
     METADATA_KEY,
@@ -247,7 +248,8 @@ def flatten(
         for binding in (*each.update_binding, *each.initialization_binding)
     ]
     _check_algorithm(proto, entry)
-    model = prepare(convert.to_ir(_concatenate(light, entry), folder, given_away=True))
+    model = convert.to_ir(_concatenate(light, entry), folder, given_away=True)
+    model = prepare(model, inferred=handed_types.take(light, entry, model.graph))
     graph = model.graph
     by_name = {value.name: value for value in graph.outputs}
     wanted = [value.name for value in info.algorithm.output]

@@ -22,10 +22,10 @@ from ortops.graph.edit import (
     copy_node,
     dependent_values,
     describe,
-    inner_graphs,
     read_inputs,
     unrolled,
 )
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, op
 

@@ -27,12 +27,12 @@ from ortops.graph.edit import (
     all_nodes,
     attribute_values,
     describe,
-    inner_graphs,
     remove_unread,
     replace_value,
     tape_before,
 )
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs, subgraphs
 from ortops.graph.shapes import is_unknown
 from ortops.graph.tensor import Tape, Tensor
 
@@ -150,7 +150,7 @@ def _inline(model: ir.Model, called: Collection[ir.Node]) -> None:
     if called:
         passes.InlinePass()(model)
         model.graph.opset_imports.pop(EXPANDED_DOMAIN, None)
-        for graph in model.graph.subgraphs():
+        for graph in subgraphs(model.graph):
             graph.opset_imports.update(model.graph.opset_imports)
 
 

@@ -24,7 +24,6 @@ from ortops.graph.edit import (
     copy_node,
     dependent_values,
     describe,
-    inner_graphs,
     is_float,
     mapped_tensor,
     nodes_between,
@@ -36,6 +35,7 @@ from ortops.graph.edit import (
 from ortops.graph.files.messages import DOMAINS
 from ortops.graph.files.serialization import BOUND_DOMAIN, map_types
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Tape, Tensor, ones_like, op, zeros_like
 

@@ -43,6 +43,7 @@ from ortops.graph.files.messages import (
 )
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.files.wire_format import ByteSpan, unknown_fields
+from ortops.graph.nesting import subgraphs
 
 MESSAGE_LIMIT = 2**31 - 2**24
 """The maximum size in bytes of tensor data in a message: 2 GB, minus room for other fields."""
@@ -104,7 +105,10 @@ class LightModel(NamedTuple):
         """Stores the data in the model, in place, and returns it."""
         for tensor in initializers(self.proto):
             if is_light(tensor):
-                content = _bytes(self.data[location_of(tensor)])
+                held = self.data[location_of(tensor)]
+                content = _bytes(held)
+                if isinstance(held, _Kept):
+                    held.release()
                 tensor.ClearField("external_data")
                 tensor.ClearField("data_location")
                 tensor.raw_data = content
@@ -139,6 +143,30 @@ class Reference(ir.LazyTensor):
     def _content(self) -> ir.TensorProtocol:
         assert self.content is not None
         return self.content
+
+
+class _Kept(ir.LazyTensor):
+    """Data of a file that stay in memory from their first access until they are released."""
+
+    def __init__(self, content: InFile) -> None:
+        self._content, self._kept = content, list[ir.TensorProtocol]()
+        super().__init__(self._read, content.dtype, ir.Shape(content.shape.numpy()))
+
+    def _read(self) -> ir.TensorProtocol:
+        kept = self._kept or [ir.Tensor(self._content.numpy(), dtype=self.dtype)]
+        self._kept = kept
+        return kept[0]
+
+    def release(self) -> None:
+        """Frees the memory; the next access reads the file again."""
+        self._kept = []
+
+
+def keep(model: LightModel) -> LightModel:
+    """Returns a model whose data are read from their file once, for `LightModel.attach`."""
+    data = model.data.items()
+    kept = {name: _Kept(each) if isinstance(each, InFile) else each for name, each in data}
+    return LightModel(model.proto, kept)
 
 
 def lend(model: LightModel) -> LightModel:
@@ -378,7 +406,7 @@ def read_on_demand(model: ir.Model, folder: Path | None) -> None:
         model: The model. Detached data do not count as external.
         folder: The folder of its file, if there is one.
     """
-    for graph in model.graphs():
+    for graph in (model.graph, *subgraphs(model.graph)):
         for value in graph.initializers.values():
             tensor = value.const_value
             if isinstance(tensor, ir.ExternalTensor) and not _is_light(tensor):

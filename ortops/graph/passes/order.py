@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ortops.graph.nesting import subgraphs
+
 
 def put_last_results_first(graph: ir.Graph) -> None:
     """Moves nodes without consumers to the end, in reverse order.
@@ -15,7 +17,7 @@ def put_last_results_first(graph: ir.Graph) -> None:
     Args:
         graph: The graph; it is modified in place.
     """
-    read_inside = {value for inner in graph.subgraphs() for value in inner.outputs}
+    read_inside = {value for inner in subgraphs(graph) for value in inner.outputs}
     unread = [
         node
         for node in graph

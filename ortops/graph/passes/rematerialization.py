@@ -22,13 +22,13 @@ from ortops.graph.edit import (
     ancestor_nodes,
     copy_node,
     dependent_values,
-    inner_graphs,
     is_float,
     nodes_between,
     read_inputs,
 )
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.operators import is_random
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.shapes import zero_after

@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 
 from ortops.graph.autodiff.registry import Table
-from ortops.graph.edit import describe, inner_graphs, remove_unread, replace_value, take_place
+from ortops.graph.edit import describe, remove_unread, replace_value, take_place
 from ortops.graph.matching import Form, Found, Search
 from ortops.graph.names import Names
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.passes.draft import SESSION, Draft, Pass, Runtime
 from ortops.graph.tensor import Tape, Tensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortops.graph.choices import constant_integers
-from ortops.graph.edit import inner_graphs
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.passes.rewrite import Result, pattern, rewrite
 from ortops.graph.tensor import Tape, op

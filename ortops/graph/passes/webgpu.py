@@ -17,8 +17,9 @@ from ortops.errors import UnsupportedError
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules.convolution import Placement, input_gradient, windows
 from ortops.graph.autodiff.rules.normalization import per_channel
-from ortops.graph.edit import describe, inner_graphs, node_after
+from ortops.graph.edit import describe, node_after
 from ortops.graph.element_types import replace_type
+from ortops.graph.nesting import inner_graphs
 from ortops.graph.passes.draft import Draft, Pass, Runtime
 from ortops.graph.passes.rewrite import Result, pattern, rewrite_with_bodies
 from ortops.graph.shapes import reshape_like
