@@ -454,8 +454,8 @@ def _weights_of_tiles(g: Tensor, x: Tensor, w: Tensor, size: int) -> Tensor:
     by_pixel = reshape(by_pixel, images, n // images * pixels, m)
     columns = reshape(tiles, images, n // images * pixels, math.prod(kernel) * channels)
     summed = op.ReduceSum(op.MatMul(by_pixel.mT, columns), [0], keepdims=0)
-    by_tap = reshape(summed, m, math.prod(kernel), channels)
-    return reshape(by_tap.mT, *sizes(w))
+    # A Reshape at the end would run before all other gradients (see `graph.passes.order`).
+    return op.Transpose(reshape(summed, m, *kernel, channels), perm=[0, 3, 1, 2])
 
 
 def _fills(count: int, size: int) -> bool:
@@ -569,8 +569,8 @@ def _from_taps(by_tap: Tensor, w: Tensor, size: int) -> Tensor:
         split = reshape(by_tap, m // size, taps, channels // size, size * size)
         filters = op.Transpose(split, perm=[0, 2, 1, 3])
         return kernels.from_filter(reshape(filters, *sizes(w)), size)
-    by_output = reshape(kernels.from_lanes(by_tap, m), m, taps, channels)
-    return reshape(by_output.mT, *sizes(w))
+    by_output = reshape(kernels.from_lanes(by_tap, m), m, *kernel, channels)
+    return op.Transpose(by_output, perm=[0, 3, 1, 2])  # at the end, as in `_weights_of_tiles`
 
 
 def _depthwise_input(g: Tensor, w: Tensor, x: Tensor, at: Windows, size: int) -> Tensor:
