@@ -30,6 +30,7 @@ _DEVICES = {
 _SHARED = 2**20
 """The number of elements from which two threads write faster than one."""
 
+
 @dataclass(frozen=True)
 class Device:
     """A device with memory of its own.
