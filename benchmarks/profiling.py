@@ -14,7 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ideal import Ideal, Node, ideal, session_options, traffic
+from benchmarks import memory
+from benchmarks.ideal import Ideal, Node, ideal, traffic
 from benchmarks.measure import worker
 from benchmarks.peers import COMPILED, LOWERED, PEERS, Step
 from benchmarks.works import WORKS, write
@@ -40,12 +41,16 @@ class Profile:
         sessions: The number of onnxruntime sessions that run in each step.
         nodes: The nodes of these sessions, the most expensive first.
         ideal: The ideal time of the step.
+        live: What results of nodes take at the peak of a step, in 10⁶ bytes by operator.
+        kept: What parameters and the optimizer's moments take, in 10⁶ bytes.
     """
 
     milliseconds: float
     sessions: int
     nodes: Sequence[Node]
     ideal: Ideal
+    live: Mapping[str, float]
+    kept: float
 
 
 def profile(
@@ -76,9 +81,7 @@ def profile(
 
     def create_step() -> Step:
         settings = Settings().without(*without)
-        sess_options = session_options(settings)
-        options = PEERS[peer].options
-        return make(task, optimizer, **options, sess_options=sess_options, settings=settings)
+        return make(task, optimizer, **PEERS[peer].options, settings=settings)
 
     plain = create_step()
     for _ in range(WARM_UP):  # opens its sessions, which are not profiled
@@ -107,20 +110,24 @@ def profile(
         del profiled
         gc.collect()  # closes its sessions, which then write their files
         onnxruntime.InferenceSession.__init__ = create
-        of_sessions, models = [], []
+        of_sessions, models, lives = [], [], []
         for file in Path(place).glob("*.json"):
             events = json.loads(file.read_text(encoding="utf-8"))
             if nodes := _nodes(events, WARM_UP + steps):
                 of_sessions.append(nodes)
                 models.append(onnx.load(Path(place) / f"{file.name.partition('_')[0]}.onnx"))
+                lives.append(memory.live_megabytes(events, models[-1]))
     nodes = [node for nodes in of_sessions for node in nodes]
-    parameters = sum(array.nbytes for array in task.weights().values())
+    weights = {(a.shape, a.tobytes()): a.nbytes for a in task.weights().values()}  # tied ones once
+    parameters = sum(weights.values())
     updated = (2 * STATES[optimizer] + 3) * parameters if peer == COMPILED else None
     return Profile(
         milliseconds,
         len(of_sessions),
         sorted(nodes, key=lambda node: -node.milliseconds),
         ideal(nodes, models, plain.run, updated),
+        max(lives, key=lambda live: sum(live.values())),
+        (1 + STATES[optimizer]) * parameters / 1e6,
     )
 
 
@@ -205,7 +212,8 @@ def markdown(
         with tempfile.TemporaryDirectory() as folder, worker() as submit:
             submit(write, WORKS[work], folder, [optimizer]).result()
             found = submit(profile, folder, optimizer, steps, without, peer).result()
-            lines += [*_section(work, found), ""]
+            stages = submit(memory.measure, folder, peer, optimizer, steps).result()
+            lines += [*_section(work, found), "", *memory.lines(stages, found.live, found.kept), ""]
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from benchmarks import (
     ideal,
     machine,
     measure,
+    memory,
     own,
     plot,
     profiling,
@@ -536,6 +537,37 @@ def test_nodes_of_a_profile_have_the_median_time_after_warm_up() -> None:
         ideal.Node("Scan_1", "Scan", "[2,3] []", 24.0, 1, 48),
         ideal.Node("Tanh_1", "Tanh", "[2,3] []", 6.0, 2, 96),
     ]
+
+
+def test_results_at_the_peak_are_those_that_are_read_later() -> None:
+    kinds = {"Exp": [10, 100], "Reshape": [1000], "Cast": [1000], "Sin": [1000], "Mul": [1000]}
+    read = {"Exp": ["x"], "Reshape": ["Exp"], "Cast": ["Reshape"], "Sin": ["x"]}
+    read["Mul"] = ["Sin", "Cast"]
+    nodes = [make_node(kind, read[kind], [kind], name=kind) for kind in kinds]
+    value = make_tensor_value_info("Mul", 1, [1000])
+    model = make_model(make_graph(nodes, "graph", [], [value]))
+    events = [event("model_run", 0, 9, "Session"), event("model_run", 10, 9, "Session")]
+    for step in (0, 10):
+        for number, (kind, shape) in enumerate(kinds.items()):
+            one = event(f"{kind}_kernel_time", step + number, 1)
+            one["args"]["output_type_shape"] = [{"bool" if kind == "Cast" else "float": shape}]
+            events.append(one)
+    # Exp until its Reshape, a view, has been cast; the output itself is not counted.
+    found = memory.live_megabytes(events, model)
+    assert found == pytest.approx({"Exp": 4e-3, "Cast": 1e-3})
+    (*_, text) = memory.lines({"imports": 84.4, "first step": 120}, {"Conv": 6.2, "Mul": 0.4}, 9)
+    assert text == (
+        "Peak: 120 MB, of which imports 84, parameters and moments 9, results of nodes 7 (Conv 6), "
+        "and graphs, sessions, gradients and gaps between results 20."
+    )
+
+
+@pytest.mark.slow
+def test_the_peak_of_each_stage_is_measured(tmp_path: Path) -> None:
+    works.write(SMALL["training"], str(tmp_path), ["Momentum"])
+    found = memory.measure(str(tmp_path), LOWERED, "Momentum", 1)
+    assert tuple(found) == memory.STAGES
+    assert all(5 < megabytes < 2000 for megabytes in found.values())
 
 
 def test_a_session_that_did_not_run_in_each_step_is_no_part_of_a_profile() -> None:

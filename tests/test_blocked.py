@@ -503,12 +503,36 @@ def test_what_lies_between_convolutions() -> None:
     assert len(concats) == 1
 
 
-def test_broadcasting_leaves_the_layout() -> None:
-    def build(x: Tensor, w: Tensor) -> Tensor:
-        y = op.Conv(x, w)
-        return y * op.Sigmoid(op.GlobalAveragePool(y)) + y * np.float32(2)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("by_mean", [False, True], ids=["GlobalAveragePool", "ReduceMean"])
+@pytest.mark.parametrize("channels", [B, 3 * B // 2], ids=["whole blocks", "part of a block"])
+def test_squeeze_and_excitation_stays_in_the_layout(
+    channels: int, by_mean: bool, swapped: bool
+) -> None:
+    """What gates channels would else be in memory in two layouts until the backward pass."""
 
-    check(build, {"x": (2, B, 4, 4), "w": (B, B, 1, 1)})
+    def build(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        y = op.Conv(x, w)
+        pooled = op.ReduceMean(y, [-1, 2]) if by_mean else op.GlobalAveragePool(y)
+        gate = op.Sigmoid(op.Conv(pooled, v))
+        return op.Conv(gate * y if swapped else y * gate, v)
+
+    c = channels
+    ours = check(build, {"x": (3, B, 4, 5), "w": (c, B, 1, 1), "v": (c, c, 1, 1)})
+    left = {node.input[0] for node in ours.graph.node if node.op_type == "ReorderOutput"}
+    assert any(node.output[0] == "Mul/Gate_output" for node in ours.graph.node)
+    assert ("Conv/Conv_output" in left) == (c % B > 0)  # the pooling needs whole blocks
+
+
+def test_broadcasting_leaves_the_layout() -> None:
+    def build(x: Tensor, w: Tensor, image: Tensor, row: Tensor) -> Tensor:
+        y = op.Conv(x, w)
+        return y * image + y * row + op.ReduceMean(y, [1, 2]) + y * np.float32(2)
+
+    check(
+        build,
+        {"x": (2, B, 4, 4), "w": (B, B, 1, 1), "image": (2, 1, 1, 1), "row": (2, B, 1, 4)},
+    )
 
 
 def test_no_optimization_is_needed() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ortops.engine.execution.memory import put_all
+from ortops.engine.execution.memory import put, put_all
 
 
 class Read(Mapping[str, np.ndarray]):
@@ -73,3 +74,36 @@ def test_what_goes_wrong_comes_out(size: int) -> None:
     with pytest.raises(KeyError, match="w4"):
         put_all(targets, values)
     assert threading.active_count() == before
+
+
+class Written(np.ndarray):
+    """An array that notes that it is written to."""
+
+    count = 0
+
+    def __setitem__(self, *arguments: Any) -> None:
+        self.count += 1
+        super().__setitem__(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("value", "before", "writes"),
+    [
+        pytest.param(0.0, 0.0, 0, id="zeros over zeros"),
+        pytest.param(-0.0, 0.0, 1, id="negative zeros"),
+        pytest.param(0.0, 1.0, 1, id="zeros over others"),
+        pytest.param(1.0, 0.0, 1, id="others"),
+    ],
+)
+def test_zeros_are_not_written_over_zeros(value: float, before: float, writes: int) -> None:
+    memory = np.full((2, 2**14), before, np.float32).view(Written)
+    put(memory, np.full((2, 2**14), value, np.float32))
+    assert memory.count == writes
+    np.testing.assert_array_equal(np.signbit(memory), np.signbit(np.float32(value)))
+    np.testing.assert_array_equal(memory, value)
+
+
+def test_what_is_not_contiguous_is_written() -> None:
+    apart = np.zeros((2**14, 2), np.float32).T.view(Written)
+    put(apart, np.zeros((2, 2**14), np.float32))
+    assert apart.count == 1

@@ -201,10 +201,10 @@ SAME = {"pads": [1, 1, 1, 1]}
     [
         # dx: mirrored weights; dw: the columns times the cotangent, for all images at once.
         (X, (6, 4, 3, 3), SAME,
-         f"Slice Transpose Conv Pad Transpose Transpose {TAPS} Concat {JOINED} Transpose Reshape"),
+         f"Slice Transpose Conv Pad Transpose Transpose {TAPS} Concat {JOINED} Transpose"),
         # The same, image by image.
         ((2, 4, 20, 20), (16, 4, 3, 3), SAME,
-         f"Slice Transpose Conv Pad {TAPS} Concat {BY_IMAGE} Transpose Reshape"),
+         f"Slice Transpose Conv Pad {TAPS} Concat {BY_IMAGE} Transpose"),
         # Large images: the input moved sideways, the cotangent up and down.
         ((2, 4, 20, 20), (4, 4, 3, 3), SAME,
          f"Slice Transpose Conv Pad {MOVED} {MOVED_PRODUCT}"),

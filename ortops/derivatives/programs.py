@@ -307,7 +307,7 @@ class Source:
     ) -> None:
         self._original, (self._light, _) = light, lift(light)
         self.sess_options, self.providers = options, providers
-        self._sessions = Sessions("onnx", options, providers, Settings(), save_memory=False)
+        self._sessions = Sessions("onnx", options, providers, Settings())
         self.selected = outputs
         self._model = normalize(self._read())
         infer_computed_types(self._model, in_file=False)

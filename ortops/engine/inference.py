@@ -316,6 +316,7 @@ def open_lowered(
     more: dict[str, Any] = {"disabled_optimizers": disabled} if disabled else {}
     more["enable_fallback"] = 0  # onnxruntime would print an error, and use the CPU
     session._open(_message(model), sess_options, None, {}, providers, None, **more)
+    session._model_bytes = None  # onnxruntime keeps it for `set_providers`, which nobody calls
     return session
 
 

@@ -94,8 +94,7 @@ class Execution:
         if recompute is not None:
             parts = [computed_names(s.model.graph, s.feeds, s.outputs) for s in steps]
             check(recompute, [name for names in parts for name in names])
-        save_memory = recompute is not None
-        sessions = Sessions(kernels, options, providers, settings, save_memory=save_memory)
+        sessions = Sessions(kernels, options, providers, settings)
         if in_backward:
             _check_in_backward(len(steps), sessions)
         # With several parts, updates are not in place, because a later part might fail.
@@ -363,13 +362,13 @@ class Execution:
             OrtopsError: In a forked process, or after an update in place failed.
         """
         self._prepare()
-        if not self._shared.steps:  # the caller may have freed the model by now
-            give_back()
         if wanted is None:
             labels_of = [list(self._labels[n].values())[: self._outputs[n]] for n in self._chosen]
             wanted = [label for labels in labels_of for label in labels]
         shapes = _shapes(feeds)
         bindings = {number: self._parts[number].whole(shapes) for number in self._chosen}
+        if not self._shared.steps:  # graphs were made, and the caller may have freed the model
+            give_back()
         if not self._in_backward:
             return self._run(bindings, feeds, wanted, note, stay=stay)
         shown: dict[str, Array] = {}  # the run itself changes variables

@@ -148,11 +148,15 @@ def fetch(memory: Memory) -> Array:
 def put(memory: Memory, value: Array) -> None:
     """Writes a value of the same type and shape into memory.
 
+    Zeros are not written over zeros, because a system gives memory to a process when it is written
+    to. Moments that start from zeros need none until the first step.
+
     Raises:
         KernelError: If writing to the device fails.
     """
     if not isinstance(memory, DeviceArray):
-        memory[...] = value
+        if not (_is_zero(value) and _is_zero(memory)):  # or the system gives memory for zeros
+            memory[...] = value
         return
     whole = np.ascontiguousarray(np.broadcast_to(value, memory.shape), memory.dtype)
     try:
@@ -161,6 +165,13 @@ def put(memory: Memory, value: Array) -> None:
         raise KernelError(
             f"onnxruntime: a variable could not be written to its device: {str(error).strip()}"
         ) from error
+
+
+def _is_zero(array: Array) -> bool:
+    """Whether all bits of an array are zero, as far as that is known quickly."""
+    if not array.flags.c_contiguous or array.dtype.hasobject:
+        return False
+    return not array.reshape(-1).view(np.bool_).any()
 
 
 def put_all(targets: Mapping[str, Memory], values: Mapping[str, Array]) -> None:

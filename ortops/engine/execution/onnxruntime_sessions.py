@@ -51,7 +51,6 @@ class Sessions:
         options: The user's options.
         providers: The providers.
         settings: How steps are executed.
-        save_memory: Whether to reuse less memory, so that tensors are freed as early as possible.
 
     Attributes:
         kernels: The kernels for updates: "onnx" for "auto".
@@ -74,15 +73,12 @@ class Sessions:
         options: onnxruntime.SessionOptions | None,
         providers: Sequence[Provider],
         settings: Settings,
-        *,
-        save_memory: bool,
     ) -> None:
         choice("kernels", kernels, get_args(UpdateKernels))
         self.kernels: UpdateKernels = "onnx" if kernels == "auto" else kernels
         self.settings = settings
         self._options = options
         self._providers = providers
-        self._save_memory = save_memory
         asked = 0 if options is None else options.intra_op_num_threads
         self.threads = 1 if kernels == "python" else asked or settings.threads
         self.device = settings.device or device_of(providers)
@@ -136,15 +132,11 @@ class Sessions:
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 3  # warnings about a graph of ortops help nobody
             options.intra_op_num_threads = session_threads()
-            if self._save_memory:  # memory reserved for a much later node is never returned
-                options.enable_mem_reuse = False
-            options.enable_mem_pattern = (
-                False  # a pattern takes additional memory and is not faster
-            )
             if not optimize:
                 options.graph_optimization_level = (
                     onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
                 )
+                options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED  # as written
             if self.settings.spin is not None:
                 key = "session.intra_op.spin_duration_us"
                 options.add_session_config_entry(key, str(self.settings.spin))
@@ -152,16 +144,34 @@ class Sessions:
                 options.add_session_config_entry("session.force_spinning_stop", "1")
             if lent:
                 lend(options, lent)
-        if self.kernels == "python":
-            return InferenceSession(proto, options, self._providers, kernels="python")
-        if self.on_cpu or not anywhere:
-            session = open_lowered(proto, options, self._providers if anywhere else [(CPU, {})])
-        else:
-            name_nodes(proto)
-            _record_placement(options)
-            session = open_lowered(proto, options, self._providers, disabled)
+        with _freeing_early(options):
+            if self.kernels == "python":
+                return InferenceSession(proto, options, self._providers, kernels="python")
+            if self.on_cpu or not anywhere:
+                providers = self._providers if anywhere else [(CPU, {})]
+                session = open_lowered(proto, options, providers)
+            else:
+                name_nodes(proto)
+                _record_placement(options)
+                session = open_lowered(proto, options, self._providers, disabled)
         session.lent = lent
         return session
+
+
+@contextlib.contextmanager
+def _freeing_early(options: onnxruntime.SessionOptions) -> Iterator[None]:
+    """Lets a session that is opened free each tensor behind its last reader.
+
+    Memory that onnxruntime reserves for a much later node is never returned, and a pattern takes
+    all memory of a step once more. Neither makes steps faster. The options may be the caller's, who
+    gets them back as they were.
+    """
+    before = options.enable_mem_reuse, options.enable_mem_pattern
+    options.enable_mem_reuse = options.enable_mem_pattern = False
+    try:
+        yield
+    finally:
+        options.enable_mem_reuse, options.enable_mem_pattern = before
 
 
 def _record_placement(options: onnxruntime.SessionOptions) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops._common.numbers import Array
-from ortops.engine.execution.memory import Memory
+from ortops.engine.execution.memory import Memory, put
 from ortops.engine.execution.update_groups import Group, is_safe_in_place
 from ortops.graph.constants import IR_VERSION
 from ortops.graph.passes.scaled_sums import MULTIPLE, arranged, expand
@@ -108,11 +108,11 @@ class Packed:
     def _array(self, dtype: ir.DataType) -> Array:
         """Returns an array with zeros between members; the rest is not touched yet."""
         array = np.empty(self.shape, dtype.numpy())  # `np.zeros` does not use huge pages
-        flat, offset = array.reshape(-1), 0
+        flat, offset, zero = array.reshape(-1), 0, np.zeros(1, array.dtype)
         for shape, size in zip(self.group.shapes, self.sizes, strict=True):
-            flat[offset + math.prod(shape) : offset + size] = 0
+            put(flat[offset + math.prod(shape) : offset + size], zero)
             offset += size
-        flat[offset:] = 0
+        put(flat[offset:], zero)
         return array
 
     @property

@@ -57,7 +57,7 @@ class Settings:
     passes: Sequence[Pass] = field(default_factory=lambda: passes_for("session"))
     joined: int = 2**18
     chunk: int = 2**17
-    passed: int = 2**22
+    passed: int = 2**21
     early: int = 2**15
     shapes: int = 2
     threads: int = field(default_factory=usable_cores)

@@ -38,7 +38,7 @@ from ortops.graph.element_types import values_of_type
 from ortops.graph.files import external
 from ortops.graph.names import Names
 from ortops.graph.passes.blocked import is_mostly_blocked
-from ortops.graph.passes.order import put_last_results_first
+from ortops.graph.passes.order import order_for_memory, put_last_results_first
 from ortops.graph.passes.quantized_weights import dequantize_products
 
 _COPIED = 2**20  # the largest outputs, in bytes, that are copied from onnxruntime's memory
@@ -85,6 +85,8 @@ class Variant:
         for name, value in list(graph.initializers.items()):
             if not value.uses() and not value.is_graph_output():  # onnxruntime would warn
                 del graph.initializers[name]
+        if not optimize:
+            order_for_memory(graph)
         if sessions.on_cpu and _frozen_bytes(graph) > settings.copied:
             dequantize_products(graph, Names(graph))
         self.in_place = copy_last(graph, template.unpacked) if template.overwrites else set()

@@ -51,7 +51,7 @@ MESSAGE_LIMIT = 2**31 - 2**24
 Data: TypeAlias = dict[str, ir.TensorProtocol]
 """Detached data, by the location of the tensor in the light model."""
 
-_ASIDE = 2**24
+_ASIDE = 2**22
 """Data of at least this many bytes are put into a temporary file, if they are rarely read."""
 
 logger = logging.getLogger("ortops")

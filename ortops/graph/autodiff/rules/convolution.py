@@ -400,7 +400,11 @@ def _weight_gradient_by_columns(g: Tensor, x: Tensor, w: Tensor, at: Windows, gr
         result = op.ReduceSum(op.MatMul(g, by_row), [0], keepdims=0)
     if count > 1 and inputs != 1:  # (M, taps · C/group), with the taps as the outer axis
         width = inputs if isinstance(inputs, int) else size_of(w, [1])
-        result = op.Reshape(result, [-1, count, width]).mT
+        # onnxruntime replaces a Reshape behind a Transpose by a new node, and runs new nodes that
+        # compute outputs before all other gradients (see `ortops.graph.passes.order`).
+        kernel = cast(tuple[int, ...], at.kernel)
+        split = op.Reshape(result, [-1, *kernel, width])
+        return op.Transpose(split, perm=[0, len(kernel) + 1, *range(1, len(kernel) + 1)])
     return reshape_like(result, w)
 
 

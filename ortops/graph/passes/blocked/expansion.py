@@ -135,6 +135,7 @@ _EXPANSIONS: Mapping[str, Callable[..., Result]] = {
     "Clip": _expand_clip,
     "Conv": _expand_conv,
     "ConvTranspose": _expand_conv_transpose,
+    "Gate": kernels.gated,
     "GlobalAveragePool": _expand_global_average_pool,
     "MaxPool": _expand_max_pool,
     "Relu": _expand_relu,

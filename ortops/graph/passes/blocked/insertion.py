@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import is_bound
 from ortops.graph.autodiff.rules import convolution
+from ortops.graph.choices import constant_integers
 from ortops.graph.edit import (
     attribute_values,
     emit,
@@ -82,6 +83,7 @@ class _Insertion:
             "Clip": self._clip,
             "MaxPool": self._max_pool,
             "GlobalAveragePool": self._global_average_pool,
+            "ReduceMean": self._global_average_pool,
             "Concat": self._concat,
             **dict.fromkeys(_ELEMENTWISE, self._elementwise),
         }
@@ -227,10 +229,26 @@ class _Insertion:
         xs = [self._twin(value) for value in node.inputs]
         n, channels, *spatial = sizes(self.tape.tensor(node.outputs[0]))
         wanted = (n, -(-channels // self.size) * self.size, *spatial)
+        if node.op_type == "Mul" and self._gate(node, wanted):
+            return
         if any(x is None or sizes(x) != wanted for x in xs):
             return
         attributes = attribute_values(node)
         self.twins[node.outputs[0]] = getattr(op, node.op_type)(*xs, **attributes)
+
+    def _gate(self, node: ir.Node, wanted: tuple[int, ...]) -> bool:
+        """Multiplies each channel of each image by a number; returns whether the node does so."""
+        n, channels, *_ = sizes(self.tape.tensor(node.outputs[0]))
+        for value, factor in (node.inputs, node.inputs[::-1]):
+            assert factor is not None
+            x, by = self._twin(value), self._twin(factor)
+            by = self.tape.tensor(factor) if by is None else by
+            if by.shape == (n, channels, 1, 1):
+                by = _with_zeros(by, 0, wanted[1] - channels)
+            if x is not None and sizes(x) == wanted != by.shape == (*wanted[:2], 1, 1):
+                self.twins[node.outputs[0]] = emit_one(DOMAIN, "Gate", [x, by], wanted)
+                return True
+        return False
 
     def _concat(self, node: ir.Node) -> None:
         xs = [self._twin(value) for value in node.inputs]
@@ -243,6 +261,10 @@ class _Insertion:
 
     def _global_average_pool(self, node: ir.Node) -> None:
         x = self._twin(node.inputs[0])
+        if node.op_type == "ReduceMean":
+            axes = constant_integers(node.inputs[1]) if node.inputs[1:] else None
+            if axes is None or sorted(axis % 4 for axis in axes) != [2, 3]:
+                return
         if x is not None and not self._is_padded(x, node.outputs[0]):
             n, channels, *_ = sizes(x)
             pooled = emit_one(
@@ -292,7 +314,8 @@ def _original(value: ir.Value) -> ir.Value:
 
 def _is_suitable(node: ir.Node) -> bool:
     """Whether a node has float32 tensors of rank 4 and known size, which no Gradient refers to."""
-    if any(value is not None and value.dtype != ir.DataType.FLOAT for value in node.inputs):
+    inputs = node.inputs[:1] if node.op_type == "ReduceMean" else node.inputs
+    if any(value is not None and value.dtype != ir.DataType.FLOAT for value in inputs):
         return False
     for value in (*node.inputs[: 1 + node.op_type.startswith("Conv")], node.outputs[0]):
         if value is None or value.shape is None or len(value.shape) != 4:

@@ -181,6 +181,18 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     return reshape(result, n, channels, 1, 1)
 
 
+def gated(x: Tensor, by: Tensor) -> Tensor:
+    """Returns x · by for a blocked x and a factor of each channel of each image, (N, C, 1, 1).
+
+    It is a convolution with each channel of each image as a channel, like `products`: a Mul that
+    broadcasts has inner loops of one block.
+    """
+    n, channels, *spatial = sizes(x)
+    images, filters = reshape(x, 1, n * channels, *spatial), reshape(by, n * channels, 1, 1, 1)
+    result = convolve(images, filters, sizes(images), kernel=(1, 1), group=n * channels)
+    return reshape(result, *sizes(x))
+
+
 def channel_means(x: Tensor) -> Tensor:
     """Returns the means over height and width, (N, C, 1, 1), of a blocked tensor."""
     n, channels, *_ = sizes(x)

@@ -21,7 +21,9 @@ from ortops.graph.passes.blocked.kernels import (
     affine,
     channel_means,
     convolve,
+    gated,
     image_sums,
+    products,
     reshape,
     sizes,
 )
@@ -92,6 +94,11 @@ def _global_average_pool(g: Tensor, y: Tensor, x: Tensor, *, block: int) -> Cota
     return reshape(op.Expand(mean, [n * channels // block, height * width, block]), *sizes(x))
 
 
+@vjp("Gate", domain=DOMAIN)
+def _gate(g: Tensor, y: Tensor, x: Tensor, by: Tensor) -> Cotangents:
+    return gated(g, by), products(g, x)
+
+
 @vjp("MaxPool", domain=DOMAIN)
 def _max_pool(
     g: Tensor, y: Tensor, x: Tensor, *, block: int, kernel_shape: Sequence[int], exact: int
@@ -136,7 +143,7 @@ def _max_pool(
 
 @vjp("Affine", domain=DOMAIN)
 def _affine(g: Tensor, y: Tensor, x: Tensor, factor: Tensor, shift: Tensor) -> Cotangents:
-    d_factor = reshape(image_sums(kernels.products(g, x)), *sizes(factor))
+    d_factor = reshape(image_sums(products(g, x)), *sizes(factor))
     return affine(g, factor), d_factor, _channel_sums(g)
 
 
@@ -160,7 +167,7 @@ def _batch_normalization(
     count = n * height * width
     d_x = d_scale = d_bias = d_mean = d_var = None
     if g_y is not None:
-        means, along = channel_means(g_y), kernels.products(g_y, centred)
+        means, along = channel_means(g_y), products(g_y, centred)
         std = op.Sqrt(variance)
         d_scale = reshape(image_sums(along) / std, channels)
         d_bias = reshape(image_sums(means, height * width), channels)
@@ -454,8 +461,8 @@ def _weights_of_tiles(g: Tensor, x: Tensor, w: Tensor, size: int) -> Tensor:
     by_pixel = reshape(by_pixel, images, n // images * pixels, m)
     columns = reshape(tiles, images, n // images * pixels, math.prod(kernel) * channels)
     summed = op.ReduceSum(op.MatMul(by_pixel.mT, columns), [0], keepdims=0)
-    by_tap = reshape(summed, m, math.prod(kernel), channels)
-    return reshape(by_tap.mT, *sizes(w))
+    # A Reshape at the end would run before all other gradients (see `graph.passes.order`).
+    return op.Transpose(reshape(summed, m, *kernel, channels), perm=[0, 3, 1, 2])
 
 
 def _fills(count: int, size: int) -> bool:
@@ -569,8 +576,8 @@ def _from_taps(by_tap: Tensor, w: Tensor, size: int) -> Tensor:
         split = reshape(by_tap, m // size, taps, channels // size, size * size)
         filters = op.Transpose(split, perm=[0, 2, 1, 3])
         return kernels.from_filter(reshape(filters, *sizes(w)), size)
-    by_output = reshape(kernels.from_lanes(by_tap, m), m, taps, channels)
-    return reshape(by_output.mT, *sizes(w))
+    by_output = reshape(kernels.from_lanes(by_tap, m), m, *kernel, channels)
+    return op.Transpose(by_output, perm=[0, 3, 1, 2])  # at the end, as in `_weights_of_tiles`
 
 
 def _depthwise_input(g: Tensor, w: Tensor, x: Tensor, at: Windows, size: int) -> Tensor:
