@@ -21,7 +21,7 @@ from ortops.engine.execution.tables import tables_in_file
 from ortops.engine.training import loaded_model
 from ortops.errors import FeedError, ModelError
 from ortops.graph.convert import load_light
-from ortops.llm import FineTuning
+from ortops.llm import FineTuning, checking
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "pread"), reason="a file that is open cannot be replaced on Windows"
@@ -221,6 +221,22 @@ def test_what_stays_in_its_file_is_logged_once(
         session.fit(batch(), epochs=2, validation=batch(), progress=False)
     said = [each.getMessage() for each in caplog.records if "stays in its file" in each.msg]
     assert [each.split("'")[1] for each in said] == ["table", "positions"]
+
+
+@pytest.mark.slow
+def test_check_says_what_stays_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = llama.write(tmp_path, bits=4)
+    reports = []
+    for settings in (IN_FILE, IN_MEMORY):
+        monkeypatch.setattr(
+            checking, "Settings", functools.partial(Settings, looked_up=settings.looked_up)
+        )
+        reports.append(checking.check_folder(base))
+    said = [[text for text in each.said if "stays in its file" in text] for each in reports]
+    assert [text.split("'")[1] for text in said[0]] == [EMBEDDING]
+    assert not said[1]
+    less = reports[1].estimated.fixed - reports[0].estimated.fixed
+    assert less == pytest.approx(2.4 * 4 * llama.WORDS * llama.HIDDEN)  # small weights are copied
 
 
 @pytest.mark.slow

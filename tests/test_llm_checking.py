@@ -211,5 +211,7 @@ def test_what_fits_into_memory() -> None:
 
 @pytest.mark.slow
 def test_weights_are_copied_up_to_a_size() -> None:
-    small, large = (forecast([(8, 8)], 1, size, 10, (1, 8, 8)).fixed for size in (2**28, 2**28 + 1))
+    small, large = (
+        forecast([(8, 8)], 1, (size, 0), 10, (1, 8, 8)).fixed for size in (2**28, 2**28 + 1)
+    )
     assert small - large == pytest.approx(1.4 * 2**28)

@@ -84,20 +84,24 @@ class Forecast:
 
 
 def forecast(
-    layers: Sequence[Sequence[int]], blocks: int, weights: int, words: int, shape: Sequence[int]
+    layers: Sequence[Sequence[int]],
+    blocks: int,
+    weights: tuple[int, int],
+    words: int,
+    shape: Sequence[int],
 ) -> Forecast:
     """Returns what steps with an adapter of rank 8 need.
 
     Args:
         layers: The sizes (in, out) of the layers with an adapter.
         blocks: The number of layers of attention.
-        weights: The bytes of all weights, as they are stored.
+        weights: The bytes of all weights, as they are stored, and of those that stay in the file.
         words: The number of logits of a token.
         shape: The numbers of rows and of tokens per row, and the largest number of these.
     """
     rows, tokens, context = shape
     width = sum(map(sum, layers))  # also the values of an adapter of rank 1
-    held = weights * (_COPIES if weights <= _COPIED else 1)
+    held = (weights[0] - weights[1]) * (_COPIES if weights[0] <= _COPIED else 1)
     fixed = _BASE + _LAYER * blocks + held + 8 * _OF_ADAPTER * width
     products = sum(into * out for into, out in layers) + layers[0][0] * words
     least = 4 * products * rows * tokens / _speed()  # forward, and the same backward
