@@ -249,12 +249,10 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
     blocks = sum(node.op_type == "GroupQueryAttention" for node in work.graph)
     words, context = words_of(light, folder), folder.context_length or 2**31
     if blocks and words and measured is None and not result.problems:
-        weights = sum(
-            v.const_value.nbytes for v in work.graph.initializers.values() if v.const_value
-        )
-        left = sum(_left_in_file(light).values())
+        tensors = [v.const_value for v in work.graph.initializers.values() if v.const_value]
+        weights = sum(tensor.nbytes for tensor in tensors), sum(_left_in_file(light).values())
         shape = _BATCH[0], min(_BATCH[1], context), context
-        counted = forecast([t.sizes for t in found], blocks, (weights, left), words, shape)
+        counted = forecast([t.sizes for t in found], blocks, weights, words, shape)
         result = replace(result, estimated=counted)
     if measured is None or result.problems:
         return result
