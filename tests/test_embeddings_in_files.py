@@ -118,6 +118,7 @@ def results(path: Path, settings: Settings) -> dict[str, Any]:
     return {**found, **{f"state {name}": array for name, array in session.state.items()}}
 
 
+@pytest.mark.slow
 def test_results_have_the_bits_of_a_table_in_memory(tmp_path: Path) -> None:
     path = trainable(tmp_path)
     found, expected = results(path, IN_FILE), results(path, IN_MEMORY)
