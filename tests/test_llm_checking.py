@@ -288,6 +288,6 @@ def test_memory_of_scores_grows_with_the_square_of_the_length() -> None:
 @pytest.mark.slow
 def test_weights_are_copied_up_to_a_size() -> None:
     small, large = (
-        forecast([(8, 8)], GROUPED, size, 10, (1, 8, 8)).fixed for size in (2**28, 2**28 + 1)
+        forecast([(8, 8)], GROUPED, (size, 0), 10, (1, 8, 8)).fixed for size in (2**28, 2**28 + 1)
     )
     assert small - large == pytest.approx(1.4 * 2**28)

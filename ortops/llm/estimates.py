@@ -157,7 +157,7 @@ def attention_of(graph: ir.Graph, heads: int | None) -> Attention | str:
 def forecast(
     layers: Sequence[Sequence[int]],
     attention: Attention,
-    weights: int,
+    weights: tuple[int, int],
     words: int,
     shape: Sequence[int],
 ) -> Forecast:
@@ -166,14 +166,15 @@ def forecast(
     Args:
         layers: The sizes (in, out) of the layers with an adapter.
         attention: The attention.
-        weights: The bytes of all weights, as they are stored.
+        weights: The bytes of all weights, as they are stored, and of those that stay in the file.
         words: The number of logits of a token.
         shape: The numbers of rows and of tokens per row, and the largest number of these.
     """
     rows, tokens, context = shape
     width = sum(map(sum, layers))  # also the values of an adapter of rank 1
     form, blocks, heads = attention
-    held = weights * ((_COPIES if weights <= _COPIED else 1) + form.copies)
+    copies = (_COPIES if weights[0] <= _COPIED else 1) + form.copies
+    held = (weights[0] - weights[1]) * copies
     fixed = _BASE + _LAYER * blocks + held + 8 * _OF_ADAPTER * width
     products = sum(into * out for into, out in layers) + layers[0][0] * words
     least = 4 * products * rows * tokens / _speed()  # forward, and the same backward

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 import torch
 from features import Rule, Shown, Space
 from onnx import numpy_helper
@@ -32,6 +33,8 @@ import ortops
 from models import llama
 from ortops import lora, losses, schedules
 from ortops.engine.check import quiet
+from ortops.engine.execution.settings import Settings
+from ortops.engine.training import loaded_model
 from ortops.llm import FineTuning
 from ortops.losses import DPO, NextToken
 
@@ -106,6 +109,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "max_length": (512, 4),
     "padding": ("right", "left"),
     "recompute": (None, "sqrt", 1),
+    "embedding": ("in memory", "in file"),
     "also": (
         *("", "interrupted", "served", "merged", "saved merged", "peft", "adapter file"),
         *("evaluated", "entries", "continued"),
@@ -744,7 +748,10 @@ def check(draw: Any) -> None:
     Raises:
         AssertionError: If something does not hold.
     """
-    with quiet(), base_of(draw) as base:
+    least = 1000 if draw.embedding == "in file" else 2**60
+    settings = functools.partial(Settings, looked_up=least)
+    with quiet(), base_of(draw) as base, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaded_model, "Settings", settings)
         _check(draw, base)
 
 

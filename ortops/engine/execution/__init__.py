@@ -33,5 +33,6 @@ What they share:
 - `SessionReport`: what was chosen; `PackedUpdate`: the same for a group.
 - `PlacedNode`: a node, and the provider that runs it.
 - `Layout`: the memory of gradients that a caller reads; `Differentiated`: the results there.
-- `StringFront`: what runs before a step that reads strings.
+- `Front`: what runs before a step on a batch, as where strings are read; `Fronts`: all of them.
+- `Lookup`: the front that reads rows of tables which stay in their file.
 """

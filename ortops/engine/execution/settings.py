@@ -51,6 +51,8 @@ class Settings:
         scaled_sums: Whether sums y + c · x of long tensors may be computed in one pass over memory.
         copied: The number of bytes of frozen weights up to which onnxruntime may copy them into the
             order of its kernels. Above it, they are inputs, which it reads where they are.
+        looked_up: The number of bytes from which a frozen table stays in its file if batches only
+            look up rows of it, on the CPU.
         device: The device for variables; by default, that of the providers.
     """
 
@@ -66,6 +68,7 @@ class Settings:
     compiled_share: float = 0.05
     scaled_sums: bool = True
     copied: int = 2**28
+    looked_up: int = 2**27
     device: Device | None = None
 
     def without(self, *names: str) -> Settings:

@@ -17,7 +17,7 @@ from ortops.engine.execution.providers import CPU
 from ortops.engine.execution.step import Step
 from ortops.engine.inference import InferenceSession, open_lowered
 from ortops.errors import UnsupportedError
-from ortops.graph.autodiff.gradient_node import Bound, is_bound, name_attributes
+from ortops.graph.autodiff.gradient_node import Bound, is_bound
 from ortops.graph.edit import ancestor_nodes, describe, prune, read_inputs
 from ortops.graph.files.serialization import to_proto
 
@@ -28,64 +28,35 @@ class _Front:
 
     Attributes:
         session: Computes numbers from strings.
-        texts: The inputs of strings.
+        replaced: The inputs of strings.
         numbers: The outputs.
     """
 
     session: InferenceSession
-    texts: frozenset[str]
+    replaced: frozenset[str]
     numbers: tuple[str, ...]
 
-
-class StringFront:
-    """Computes the numbers that training steps read instead of strings.
-
-    Args:
-        fronts: The nodes of each step that read strings; None for a step without any.
-    """
-
-    def __init__(self, fronts: Sequence[_Front | None]) -> None:
-        self._all = fronts
-        self._fronts = [front for front in fronts if front is not None]
-
-    def only(self, index: int) -> StringFront:
-        """Returns what computes the numbers of one of the steps, with the same session."""
-        return StringFront([self._all[index]])
-
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns a checked batch, with numbers instead of strings.
-
-        Args:
-            feeds: The batch.
+        """Returns the numbers for a batch.
 
         Raises:
             KernelError: If a kernel failed.
         """
-        texts = frozenset[str]().union(*(front.texts for front in self._fronts))
-        found = {name: array for name, array in feeds.items() if name not in texts}
-        for front in self._fronts:
-            found |= run_session(front.session, feeds, front.numbers)
-        return found
+        return run_session(self.session, feeds, self.numbers)
 
 
-def separate_strings(steps: Sequence[Step]) -> tuple[list[Step], StringFront | None]:
-    """Removes the nodes that read strings from steps, in place.
+def separate_strings(step: Step) -> tuple[Step, _Front | None]:
+    """Removes the nodes that read strings from a step, in place.
 
     Args:
-        steps: The steps. Tensors that nodes before the numbers compute are no longer outputs.
+        step: The step. Tensors that nodes before the numbers compute are no longer outputs.
 
     Returns:
-        The steps, and what computes the numbers that they read; None if they read no strings.
+        The step, and what computes the numbers that it reads; None if it reads no strings.
 
     Raises:
         UnsupportedError: If the nodes cannot run before the step.
     """
-    found = [_separate(step) for step in steps]
-    fronts = [front for _, front in found]
-    return [step for step, _ in found], StringFront(fronts) if any(fronts) else None
-
-
-def _separate(step: Step) -> tuple[Step, _Front | None]:
     graph = step.model.graph
     texts = [v for v in graph.inputs if v.dtype == ir.DataType.STRING and v.name in step.feeds]
     if not texts:
@@ -157,21 +128,8 @@ def _forget_strings(graph: ir.Graph, texts: Sequence[ir.Value]) -> None:
         UnsupportedError: If a gradient is evaluated at other strings than those of the batch.
     """
     for node in [each for each in graph if is_bound(each)]:
-        bound = Bound.of(node)
-        if set(texts).isdisjoint((*bound.fed, *bound.zs)):
-            continue
-        pairs = list(zip(bound.fed, bound.named, strict=True))
-        if any(fed is not named for fed, named in pairs if {fed, named} & set(texts)):
+        if not Bound.of(node).forget(texts):
             raise UnsupportedError(
                 f"model: {describe(node)} evaluates a gradient at other strings than those of the "
                 "batch; name the strings themselves in zs and as inputs"
             )
-        kept = [(fed, named) for fed, named in pairs if named not in texts]
-        fed, named = [one for one, _ in kept], [other for _, other in kept]
-        values = [*fed, *named, bound.y]
-        for index, value in enumerate(values):
-            node.replace_input_with(index, value)
-        node.resize_inputs(len(values))
-        count = len(bound.xs)
-        for attribute in name_attributes(bound.xs, named[count:], bound.y):
-            node.attributes[attribute.name] = attribute

@@ -18,6 +18,7 @@ from ortops._common.uninterrupted import run_uninterrupted
 from ortops.engine.execution.memory import Memory
 from ortops.engine.execution.onnxruntime_sessions import run_session
 from ortops.engine.execution.providers import CPU
+from ortops.engine.execution.tables import Lookup, separate_tables
 from ortops.engine.inference import InferenceSession
 from ortops.engine.trainable.metadata import LossPart, PredictionNote, TrainingMetadata
 from ortops.engine.trainable.step_graph import evaluation_model
@@ -54,6 +55,7 @@ class Evaluation:
         tensors: The output for each requested tensor.
         kinds: The kind and the class axis of tensors that are known to be probabilities.
         constants: What the session is fed in every run.
+        lookup: Reads the rows of tables that stay in a file; None if it reads none.
     """
 
     session: onnxruntime.InferenceSession
@@ -62,6 +64,7 @@ class Evaluation:
     tensors: Mapping[str, str]
     kinds: Mapping[str, tuple[str, int | None]]
     constants: Mapping[str, Array]
+    lookup: Lookup | None
 
     def row_axis(self, name: str) -> int | None:
         """Returns the axis of a tensor that has the rows; None if its shape has none."""
@@ -493,6 +496,8 @@ class Evaluator:
             memories = loaded.shared_metadata.averaged(loaded.arrays())
         outputs = [value.name for value in evaluation.session.get_outputs()]
         given = {**evaluation.constants, **memories, **feeds}
+        if evaluation.lookup is not None:
+            given |= evaluation.lookup.run(feeds)
         return run_session(evaluation.session, given, outputs)
 
     def _evaluation(self, tensors: tuple[str, ...], *, loss: bool) -> Evaluation:
@@ -528,6 +533,7 @@ class Evaluator:
         if loss:  # metrics may compare with any
             for name, value in loaded.inputs.items():
                 inputs.setdefault(name, value)
+        _, lookup = separate_tables(found.step, loaded.tables)
         constants = external.move_to_inputs(model, loaded.settings.copied)
         proto = to_proto(model)
         disabled = disabled_optimizers(proto)
@@ -541,4 +547,6 @@ class Evaluator:
             if falls_back:
                 options.log_severity_level = 3  # onnxruntime would warn of it
         session = InferenceSession(proto, options, loaded.providers, kernels="onnx", **more)
-        return Evaluation(session, inputs, found.parts, found.tensors, found.kinds, constants)
+        return Evaluation(
+            session, inputs, found.parts, found.tensors, found.kinds, constants, lookup
+        )

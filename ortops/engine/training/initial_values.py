@@ -12,14 +12,16 @@ import numpy.typing as npt
 import onnx
 
 from ortops.engine.execution.step import Step
+from ortops.engine.execution.tables import tables_in_file
 from ortops.engine.trainable.metadata import entry_number
 from ortops.engine.training.state import check_master, is_rounded
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.held_file import InFile
 from ortops.graph.files.loading import ModelLike
-from ortops.graph.files.messages import initializers
+from ortops.graph.files.messages import initializers, location_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -104,16 +106,26 @@ class Values(Mapping[str, Array]):
 
 
 def copy_to_memory(
-    model: ModelLike | LightModel, entry: int | str | None
-) -> tuple[LightModel, list[int]]:
+    model: ModelLike | LightModel, entry: int | str | None, looked_up: float
+) -> tuple[LightModel, list[int], dict[str, InFile]]:
     """Returns a light model and its data, which neither a file nor the caller can change.
 
-    With it come the indices of the training_info entries: one, or all of them in order.
+    With it come the indices of the training_info entries: one, or all of them in order; and the
+    tables that stay in a file, which have at least so many bytes.
 
     Variables that `reset` computes are only borrowed until they have their values. Others stay in
     the model's file, if it has one: `reset` reads them again.
     """
     light, data = convert.load_light(model)
+    tables = tables_in_file(LightModel(light, data), looked_up)
+    for name, table in tables.items():
+        table.stay_open()
+        logger.info(
+            "model: '%s' (%.0f MB) stays in its file, where steps read the rows of a batch; "
+            "replace the file instead of overwriting it",
+            *(name, table.length / 1e6),
+        )
+    staying = {location_of(t): tables[t.name] for t in light.graph.initializer if t.name in tables}
     # A missing entry 0 is an error later.
     every = list(range(max(1, len(light.training_info))))
     entries = every if entry is None else [entry_number(light, entry)]
@@ -123,7 +135,9 @@ def copy_to_memory(
     bound = {binding.key for info in light.training_info for binding in info.update_binding}
     bound -= anew
     given = [tensor for tensor in tensors if tensor.name in bound]
-    return LightModel(light, external.copy_to_memory(data, lent, given)), entries
+    rest = {location: tensor for location, tensor in data.items() if location not in staying}
+    copied = external.copy_to_memory(rest, lent, given)
+    return LightModel(light, {**copied, **staying}), entries, tables
 
 
 def computed(proto: onnx.ModelProto, entries: Iterable[int]) -> set[str]:

@@ -22,12 +22,12 @@ from ortops._common.numbers import plain
 from ortops._common.uninterrupted import finished_at_exit, run_uninterrupted
 from ortops.engine.building.weighted import with_weights
 from ortops.engine.execution.execution import Execution, output_labels
+from ortops.engine.execution.fronts import separate
 from ortops.engine.execution.memory import fetch, give_back
 from ortops.engine.execution.onnxruntime_sessions import UpdateKernels
-from ortops.engine.execution.providers import choose_providers
+from ortops.engine.execution.providers import CPU, choose_providers
 from ortops.engine.execution.settings import Settings
 from ortops.engine.execution.step import Step
-from ortops.engine.execution.strings import separate_strings
 from ortops.engine.trainable.initialization import initial_values
 from ortops.engine.trainable.metadata import (
     TrainingMetadata,
@@ -138,6 +138,8 @@ class LoadedModel:
         proto: Its message, without the data of big tensors.
         options: As given.
         providers: Their names and options.
+        tables: The tables that stay in a file, which steps look up rows of.
+        fronts: What is computed of a batch before a step.
         entries: The training_info entries that a step runs.
         loaded: The training_info entries that are in memory.
         metadata: What the builder wrote about the first of the entries.
@@ -167,17 +169,22 @@ class LoadedModel:
         settings: Settings | None,
         optimizer_in_backward: bool = False,
     ) -> None:
-        self.light, self.entries = copy_to_memory(model, entry)
-        self.loaded = self.entries
-        self.proto = self.light.proto
         self.options = sess_options
         self.providers = choose_providers(providers, sess_options)
+        settings = settings or Settings()
+        on_cpu = [name for name, _ in self.providers] == [CPU] and settings.device is None
+        least = settings.looked_up if on_cpu else math.inf
+        self.light, self.entries, self.tables = copy_to_memory(model, entry, least)
+        self.loaded = self.entries
+        self.proto = self.light.proto
         if outputs is not None:
             _check_outputs(self.proto, outputs)
         self.usage = Usage(self.light)
         self._wanted_outputs = outputs
         names = self._read()
-        self.settings = settings or Settings()
+        # What onnxruntime copies does not depend on where the tables are.
+        left = settings.copied - sum(table.length for table in self.tables.values())
+        self.settings = dataclasses.replace(settings, copied=left)
         self.lock = threading.RLock()
         given = given_values(self.light, self.steps, self.entries, self.shared_metadata.masters)
         self._open = functools.partial(
@@ -217,7 +224,7 @@ class LoadedModel:
         self._inputs = [Inputs([step], [*unread, *self.inputs], **known) for step in self.steps]
         for inputs in self._inputs:
             inputs.of_loss = self.inputs.of_loss
-        self.steps, self._strings = separate_strings(self.steps)  # after the inputs were read
+        self.steps, self.fronts = separate(self.steps, self.tables)  # after the inputs were read
         names = [self.names[number] for number in self.entries]
         labels = output_labels([step.outputs for step in self.steps], names)
         self.outputs = [label for own in labels for label in own.values()]
@@ -284,7 +291,7 @@ class LoadedModel:
 
     def _open_again(self, more: Mapping[str, Array]) -> None:
         """Opens the steps again, on memory with more variables."""
-        steps, _ = separate_strings(self._flat_steps())
+        steps, _ = separate(self._flat_steps(), self.tables)
         values = {name: array.copy() for name, array in self.arrays().items()}
         self.execution.adopt(self._open(steps, {**values, **more}))
         self.usage.light = self.light
@@ -374,17 +381,8 @@ class LoadedModel:
         result.declared = DeclaredShapes(self.proto, result.metadata, result.inputs)
         result.outputs = list(self.steps[index].outputs)
         result.execution = self.execution.only(index)
-        result._strings = None if self._strings is None else self._strings.only(index)
+        result.fronts = self.fronts.only(index)
         return result
-
-    @property
-    def reads_strings(self) -> bool:
-        """Whether steps read numbers that a session of its own computes from strings."""
-        return self._strings is not None
-
-    def without_strings(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Returns a checked batch as a step reads it: with the numbers computed from strings."""
-        return feeds if self._strings is None else self._strings.run(feeds)
 
     def arrays(self) -> dict[str, Array]:
         """Returns the memory of the variables, to be read while the lock is held."""

@@ -262,7 +262,7 @@ class Steps:
     ) -> dict[str, Any]:
         execution, declared = self._loaded.ready(), self._loaded.declared
         self._loaded.check_schedule("step")
-        numbers = self._loaded.without_strings(feeds)
+        numbers = self._loaded.fronts.run(feeds)
         if not declared.pending:
             return execution.step(numbers, outputs, note, stay=stay)
         wanted = list(self._loaded.outputs if outputs is None else outputs)
@@ -314,7 +314,7 @@ class Steps:
         losses: list[Memory] = []  # those on a device are read later, so that it need not wait
         declared = loaded.declared
         with finished_at_exit, loaded.lock:
-            at_once = _AT_ONCE if loaded.ready().repeatable and not loaded.reads_strings else 1
+            at_once = _AT_ONCE if loaded.ready().repeatable and not loaded.fronts else 1
             checked: Iterator[dict[str, Array]] = map(loaded.inputs.check, batches)
             if at_once > 1:  # copies: what gives the batches may fill the same memory again
                 checked = ({name: array.copy() for name, array in b.items()} for b in checked)
@@ -387,7 +387,7 @@ class Steps:
         declared = loaded.declared
         more = declared.to_compute(loaded.outputs, feeds) if declared.pending else []
         wanted = dict.fromkeys((*chosen, *(name for name in read if name), *more))
-        numbers = loaded.without_strings(feeds)
+        numbers = loaded.fronts.run(feeds)
         found = loaded.ready().gradients(numbers, list(wanted), instead)
         if declared.pending:
             declared.check(found.outputs, feeds)

@@ -107,6 +107,27 @@ class Bound:
         """The xs for whose gradients the node has outputs."""
         return self.xs[: len(self.node.outputs)]
 
+    def forget(self, values: Collection[ir.Value]) -> bool:
+        """Removes values from the zs, in place, as if y did not depend on them.
+
+        Returns:
+            Whether it was possible: not if one of them is among the xs, or another value is fed for
+            it, or it for another one. Then nothing has changed.
+        """
+        pairs = list(zip(self.fed, self.named, strict=True))
+        concerned = [(fed, named) for fed, named in pairs if fed in values or named in values]
+        if any(fed is not named or named in self.xs for fed, named in concerned):
+            return False
+        kept = [named for _, named in pairs if named not in values]
+        fed = [other for other, named in pairs if named not in values]
+        inputs = [*fed, *kept, self.y]
+        for index, value in enumerate(inputs if concerned else ()):
+            self.node.replace_input_with(index, value)
+        self.node.resize_inputs(len(inputs))
+        for attribute in name_attributes(self.xs, kept[len(self.xs) :], self.y):
+            self.node.attributes[attribute.name] = attribute
+        return True
+
     def path(self, nodes: Iterable[ir.Node], rules: Rules | None = None) -> list[ir.Node]:
         """Returns the nodes between xs and y.
 

@@ -424,6 +424,13 @@ def find(tensor: ir.TensorProtocol | None, data: Data) -> ir.TensorProtocol | No
     return data.get(os.fspath(tensor.location))
 
 
+def in_file(tensor: ir.TensorProtocol | None) -> InFile | None:
+    """Returns the data behind references if they are in a held file as they are, else None."""
+    while isinstance(tensor, Reference | _External):
+        tensor = tensor.content
+    return tensor if isinstance(tensor, InFile) else None
+
+
 def ends(tensor: ir.TensorProtocol, length: int) -> tuple[bytes, bytes]:
     """Returns the first and the last bytes of data; for a held file, without checking for changes.
 
@@ -431,10 +438,8 @@ def ends(tensor: ir.TensorProtocol, length: int) -> tuple[bytes, bytes]:
         tensor: The data.
         length: The number of bytes to return from each end.
     """
-    content: ir.TensorProtocol | None = tensor
-    while isinstance(content, Reference | _External):
-        content = content.content
-    if isinstance(content, InFile):
+    content = in_file(tensor)
+    if content is not None:
         return content.ends(length)
     whole = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
     return whole[:length].tobytes(), whole[-length:].tobytes()

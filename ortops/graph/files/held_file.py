@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,6 +31,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ortops._common.numbers import Array
 from ortops.errors import ModelError
 from ortops.graph.files.atomic import remedy
 from ortops.graph.files.wire_format import (
@@ -53,7 +54,7 @@ try:
 except ImportError:  # Windows
     resource = None
 
-_MOST = 2**30  # the number of bytes to read at a time; systems read at most 2 GB
+_MOST = 2**31 - 2**16  # systems read less than 2 GB at a time; parts are in memory twice
 _MOST_FIELDS = 10**6  # protobuf is faster for a file with more fields
 _MOST_OPEN = 256  # files with external data; fewer if the system's limit is low
 _TICK = 20_000_000  # in nanoseconds, longer than a tick of the clock of file times
@@ -119,6 +120,16 @@ class HeldFile:
                     break
                 begin += len(parts[-1])
         return b"".join(parts)
+
+    def stay_open(self) -> None:
+        """Keeps the descriptor open from now on, even if too many files are open.
+
+        Raises:
+            ModelError: If it had to be reopened and has been replaced.
+            OSError: If it cannot be opened.
+        """
+        with self._descriptor(), _lock:
+            _closable.pop(id(self), None)
 
     @contextlib.contextmanager
     def _descriptor(self) -> Iterator[int]:
@@ -270,7 +281,7 @@ class InFile(ir.LazyTensor):
         kind = ir.DataType(tensor.data_type)
         super().__init__(read, kind, ir.Shape(tensor.dims), name=tensor.name)
         self.length = span.length
-        self._file, self._span = file, span
+        self._file, self._span, self._ours = file, span, ours
 
     def ends(self, length: int) -> tuple[bytes, bytes]:
         """Returns the first and the last bytes, without checking for changes.
@@ -285,27 +296,49 @@ class InFile(ir.LazyTensor):
         read = self._file.read
         return read(begin, min(begin + length, end)), read(max(begin, end - length), end)
 
+    def stay_open(self) -> None:
+        """Keeps the file open from now on, so that it can be replaced.
+
+        Raises:
+            ModelError: If it has been replaced or cannot be opened.
+        """
+        with _errors(self._file, self.name):
+            self._file.stay_open()
+
+    def rows(self, numbers: Sequence[int]) -> Array:
+        """Returns elements of axis 0, without reading the others.
+
+        Args:
+            numbers: Their indices, from 0.
+
+        Raises:
+            ModelError: If they cannot be read, or the file has been modified since it was opened.
+        """
+        kind, (count, *shape) = self.dtype.numpy(), self.shape.numpy()
+        size, begin = self.length // count, self._span.begin
+        parts = []
+        with _errors(self._file, self.name):
+            for number in numbers:
+                first = begin + number * size
+                parts.append(self._file.read(first, first + size))
+            is_same = self._ours or self._file.is_as_opened()  # it was while they were read
+        content = b"".join(parts)
+        if not is_same or len(content) != size * len(parts):
+            raise _changed(self._file, self.name)
+        return np.frombuffer(content, kind).reshape(len(parts), *shape)
+
 
 def _read(
     file: HeldFile, span: ByteSpan, tensor: onnx.TensorProto, checksums: list[int] | None
 ) -> ir.TensorProtocol:
     is_same, found = True, 0
-    try:
+    with _errors(file, tensor.name):
         content = file.read(*span)
         if checksums is not None:
             found = zlib.crc32(content)
             is_same = found == checksums[0] if checksums else file.is_as_opened()
-    except OSError as error:
-        raise ModelError(
-            f"initializer '{tensor.name}': cannot read its data from file '{file.path}': "
-            f"{error.strerror}; {remedy(error, 'keep the files of a model while it is in use')}"
-        ) from error
     if not is_same or len(content) != span.length:
-        raise ModelError(
-            f"initializer '{tensor.name}': its data in file '{file.path}' have changed since the "
-            "file was opened; replace files in use instead of overwriting them, as "
-            "ortops.save_model does"
-        )
+        raise _changed(file, tensor.name)
     if checksums is not None and not checksums:
         checksums.append(found)
     kind = ir.DataType(tensor.data_type)
@@ -316,6 +349,25 @@ def _read(
     whole.CopyFrom(tensor)
     whole.raw_data = content
     return ir.serde.deserialize_tensor(whole)
+
+
+@contextlib.contextmanager
+def _errors(file: HeldFile, name: str | None) -> Iterator[None]:
+    """Converts errors of the system in reading a tensor to a ModelError."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"initializer '{name}': cannot read its data from file '{file.path}': "
+            f"{error.strerror}; {remedy(error, 'keep the files of a model while it is in use')}"
+        ) from error
+
+
+def _changed(file: HeldFile, name: str | None) -> ModelError:
+    return ModelError(
+        f"initializer '{name}': its data in file '{file.path}' have changed since the file was "
+        "opened; replace files in use instead of overwriting them, as ortops.save_model does"
+    )
 
 
 def read_message(path: Path, big: int, detach: Detach) -> onnx.ModelProto | None:
