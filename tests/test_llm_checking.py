@@ -259,7 +259,7 @@ def test_estimates_are_near_to_what_was_measured() -> None:
             found = attention_of(attention(kind), heads)
             assert not isinstance(found, str)
             made = forecast(
-                sizes, found._replace(layers=layers), weights, words, (rows, tokens, 2048)
+                sizes, found._replace(layers=layers), (weights, 0), words, (rows, tokens, 2048)
             )
             with check((kind, width, tokens)):
                 assert made.memory(rows, tokens) / 1e6 == pytest.approx(measured, rel=0.15)
