@@ -123,14 +123,11 @@ class Sessions:
         # Sharing needs options of its own, and Python kernels need a complete model.
         lends = options is None and not single_thread and self.kernels != "python"
         proto, lent = external.move_out(model, _LENT if lends else None)
+        is_ours = options is None
         if single_thread:
-            is_ours = options is None
             options = _single_threaded(options)
-            if is_ours:
-                options.log_severity_level = 3
         elif options is None:
             options = onnxruntime.SessionOptions()
-            options.log_severity_level = 3  # warnings about a graph of ortops help nobody
             options.intra_op_num_threads = session_threads()
             if not optimize:
                 options.graph_optimization_level = (
@@ -144,34 +141,21 @@ class Sessions:
                 options.add_session_config_entry("session.force_spinning_stop", "1")
             if lent:
                 lend(options, lent)
-        with _freeing_early(options):
-            if self.kernels == "python":
-                return InferenceSession(proto, options, self._providers, kernels="python")
-            if self.on_cpu or not anywhere:
-                providers = self._providers if anywhere else [(CPU, {})]
-                session = open_lowered(proto, options, providers)
-            else:
-                name_nodes(proto)
-                _record_placement(options)
-                session = open_lowered(proto, options, self._providers, disabled)
+        if is_ours:
+            options.log_severity_level = 3  # warnings about a graph of ortops help nobody
+            # Memory that is reserved for a much later node is never returned, and a pattern takes
+            # all memory of a step once more. Neither makes steps faster.
+            options.enable_mem_reuse = options.enable_mem_pattern = False
+        if self.kernels == "python":
+            return InferenceSession(proto, options, self._providers, kernels="python")
+        if self.on_cpu or not anywhere:
+            session = open_lowered(proto, options, self._providers if anywhere else [(CPU, {})])
+        else:
+            name_nodes(proto)
+            _record_placement(options)
+            session = open_lowered(proto, options, self._providers, disabled)
         session.lent = lent
         return session
-
-
-@contextlib.contextmanager
-def _freeing_early(options: onnxruntime.SessionOptions) -> Iterator[None]:
-    """Lets a session that is opened free each tensor behind its last reader.
-
-    Memory that onnxruntime reserves for a much later node is never returned, and a pattern takes
-    all memory of a step once more. Neither makes steps faster. The options may be the caller's, who
-    gets them back as they were.
-    """
-    before = options.enable_mem_reuse, options.enable_mem_pattern
-    options.enable_mem_reuse = options.enable_mem_pattern = False
-    try:
-        yield
-    finally:
-        options.enable_mem_reuse, options.enable_mem_pattern = before
 
 
 def _record_placement(options: onnxruntime.SessionOptions) -> None:
