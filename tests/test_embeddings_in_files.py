@@ -16,6 +16,8 @@ from onnx import numpy_helper
 
 import ortops
 from models import llama
+from ortops.engine.check import check
+from ortops.engine.execution import tables
 from ortops.engine.execution.settings import Settings
 from ortops.engine.execution.tables import tables_in_file
 from ortops.engine.training import loaded_model
@@ -224,13 +226,31 @@ def test_what_stays_in_its_file_is_logged_once(
     assert [each.split("'")[1] for each in said] == ["table", "positions"]
 
 
+def test_check_says_what_a_session_leaves_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = functools.partial(Settings, looked_up=IN_FILE.looked_up)
+    monkeypatch.setattr(tables, "Settings", small)
+    given, path = tmp_path / "inference.onnx", trainable(tmp_path)
+    ortops.save_model(text_model(), given)
+    for model, trained, expected in (
+        (path, None, ["table", "positions"]),
+        (given, None, []),
+        (given, ["w"], ["table", "positions"]),
+        (text_model(), ["w"], []),
+    ):
+        said = check(model, trainable=trained).said
+        found = [text.split("'")[1] for text in said if "stays in its file" in text]
+        assert found == expected, (model, trained)
+
+
 @pytest.mark.slow
 def test_check_says_what_stays_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = llama.write(tmp_path, bits=4)
     reports = []
     for settings in (IN_FILE, IN_MEMORY):
         monkeypatch.setattr(
-            checking, "Settings", functools.partial(Settings, looked_up=settings.looked_up)
+            tables, "Settings", functools.partial(Settings, looked_up=settings.looked_up)
         )
         reports.append(checking.check_folder(base))
     said = [[text for text in each.said if "stays in its file" in text] for each in reports]

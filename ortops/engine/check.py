@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -22,6 +24,7 @@ from ortops.engine.building.preparation import (
     refused_without_weights,
 )
 from ortops.engine.building.readers import readers
+from ortops.engine.execution import tables
 from ortops.engine.lowering import lower_prepared, prepare
 from ortops.engine.summary import SHOWN, by_module, by_reason, first, short_shape, text_of
 from ortops.engine.trainable.metadata import entry_names, training_metadata
@@ -287,9 +290,10 @@ def check(
     except OrtopsError as error:
         return replace(report, problems=report.problems or [str(error)])
     problems, kept = _outcome(plan, verbose)
+    parameters = {v.name or "": f"{v.dtype}{v.shape}" for v in plan.parameters}
     return replace(
         report,
-        parameters={v.name or "": f"{v.dtype}{v.shape}" for v in plan.parameters},
+        parameters=parameters,
         readers={
             v.name or "": [str(reader) for reader in readers(v) if reader.node in own]
             for v in plan.parameters
@@ -299,7 +303,12 @@ def check(
         loss=chosen if isinstance(chosen, str) else _name(chosen),
         fitting=fitting,
         **(existing | plan.notes),
-        said=[*_about(proto, trainable), *plan.said, *faults.said(light.proto)],
+        said=[
+            *_about(proto, trainable),
+            *plan.said,
+            *faults.said(light.proto),
+            *_left_in_file(model, parameters),
+        ],
         kept=kept,
         problems=report.problems or problems,
     )
@@ -313,6 +322,13 @@ def _about(proto: onnx.ModelProto, trainable: Sequence[str] | None) -> list[str]
     listed = ", ".join(f"'{name}'" for name in others)
     algorithm = f"the report is about the training algorithm '{first}'"
     return [f"{algorithm}; the file also has {listed} (`ortops inspect` shows them)"]
+
+
+def _left_in_file(model: ModelLike, parameters: Collection[str]) -> list[str]:
+    """Returns which tables a session on a file would not hold in memory."""
+    if not isinstance(model, str | os.PathLike) or not Path(model).is_file():
+        return []
+    return tables.said(tables.left_in_file(convert.load_light(model), parameters))
 
 
 def _inference_report(proto: onnx.ModelProto, work: ir.Model) -> Report:

@@ -15,8 +15,7 @@ import onnx_ir as ir
 
 from ortops.engine.building.parameters import quantized, why_not
 from ortops.engine.check import check, quiet
-from ortops.engine.execution.settings import Settings
-from ortops.engine.execution.tables import tables_in_file
+from ortops.engine.execution import tables
 from ortops.engine.summary import text_of
 from ortops.engine.training.callback import Callback, Record
 from ortops.engine.training.session import TrainingSession
@@ -282,10 +281,7 @@ def _described(folder: Folder, light: LightModel, work: ir.Model) -> Report:
         report.said.append(
             "without an adapter, only normalizations would be trained: all matrices are quantized"
         )
-    for name, size in _left_in_file(light).items():
-        report.said.append(
-            f"'{name}' ({size / 1e6:,.0f} MB) stays in its file; steps on the CPU read rows of it"
-        )
+    report.said.extend(tables.said(tables.left_in_file(light)))
     if is_pruned(light):
         report.said.append("the file computes the logits of the last token only; tuning, of all")
     return report
@@ -305,7 +301,7 @@ def _estimated(
         return report
     assert words
     tensors = [v.const_value for v in work.graph.initializers.values() if v.const_value]
-    weights = sum(tensor.nbytes for tensor in tensors), sum(_left_in_file(light).values())
+    weights = sum(tensor.nbytes for tensor in tensors), sum(tables.left_in_file(light).values())
     shape = _BATCH[0], min(_BATCH[1], context), context
     counted = forecast([t.sizes for t in found], attention, weights, words, shape)
     return replace(report, estimated=counted)
@@ -324,12 +320,6 @@ def _of_encoder(folder: Folder, light: LightModel, report: Report) -> Report:
             report.tasks.remove(task)
             report.said.append(f"not for {task}: {error}")
     return report if report.tasks else replace(report, problems=report.said, said=[])
-
-
-def _left_in_file(light: LightModel) -> dict[str, int]:
-    """Returns the sizes in bytes of the tables that are not read into memory, by name."""
-    tables = tables_in_file(light, Settings().looked_up)
-    return {name: table.length for name, table in tables.items()}
 
 
 def _count(value: ir.Value) -> int:

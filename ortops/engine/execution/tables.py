@@ -8,7 +8,7 @@ access to a mapped file that another process has truncated ends the process.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from ortops._common.numbers import Array
+from ortops.engine.execution.settings import Settings
 from ortops.engine.execution.step import Step
 from ortops.errors import FeedError
 from ortops.graph.autodiff.gradient_node import Bound, is_bound
@@ -85,6 +86,25 @@ def tables_in_file(model: LightModel, least: float) -> dict[str, InFile]:
     for node in (node for graph in graphs for node in graph.node):
         others.update(_read_whole(node, fed))
     return {name: content for name, content in found.items() if name not in others}
+
+
+def left_in_file(model: LightModel, trained: Collection[str] = ()) -> dict[str, int]:
+    """Returns the sizes in bytes of the tables that sessions on a model leave in its file, by name.
+
+    Args:
+        model: The model.
+        trained: The initializers that will be trained, which are held in memory.
+    """
+    tables = tables_in_file(model, Settings().looked_up)
+    return {name: table.length for name, table in tables.items() if name not in trained}
+
+
+def said(left: Mapping[str, int]) -> list[str]:
+    """Returns a sentence about each table that stays in a file."""
+    return [
+        f"'{name}' ({size / 1e6:,.0f} MB) stays in its file; steps on the CPU read rows of it"
+        for name, size in left.items()
+    ]
 
 
 def _has_rows(table: InFile) -> bool:
