@@ -236,9 +236,10 @@ def _settings(sizes: Sizes) -> dict[str, Any]:
     return {"type": "llama", "context_length": sizes.context, "decoder": decoder} | tokens
 
 
-def _rows(sizes: Sizes, length: int, count: int) -> list[list[int]]:
+def _batches(sizes: Sizes, settings: argparse.Namespace) -> list[list[list[int]]]:
     generator = np.random.default_rng(1)
-    return generator.integers(3, sizes.words, (count, length)).tolist()
+    shape = settings.steps, settings.batch, settings.length
+    return generator.integers(3, sizes.words, shape).tolist()
 
 
 def _ortops(folder: Path, sizes: Sizes, settings: argparse.Namespace) -> list[float]:
@@ -248,11 +249,11 @@ def _ortops(folder: Path, sizes: Sizes, settings: argparse.Namespace) -> list[fl
     more = {"recompute": settings.recompute} if settings.recompute else {}
     tuning = FineTuning(folder, rank=settings.rank, providers=settings.providers, **more)
     print(json.dumps({"opened": peak_megabytes()}), file=sys.stderr)
-    rows = _rows(sizes, settings.length, settings.steps)
+    batches, length = _batches(sizes, settings), settings.length
     seconds = []
-    for row in rows:
+    for rows in batches:
         begun = time.perf_counter()
-        tuning.fit([row], batch_size=1, max_length=settings.length, progress=False)
+        tuning.fit(rows, batch_size=settings.batch, max_length=length, progress=False)
         seconds.append(time.perf_counter() - begun)
     if settings.save:
         tuning.save(settings.save)
@@ -290,9 +291,9 @@ def _torch(folder: Path, sizes: Sizes, settings: argparse.Namespace) -> list[flo
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.Adam(trained, 2e-4, fused=True)
     seconds = []
-    for row in _rows(sizes, settings.length, settings.steps):
+    for rows in _batches(sizes, settings):
         begun = time.perf_counter()
-        tokens = torch.tensor([row], device=settings.device)
+        tokens = torch.tensor(rows, device=settings.device)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
@@ -334,7 +335,7 @@ def run(settings: argparse.Namespace) -> dict[str, Any]:
     tune = _torch if settings.peer == "torch" else _ortops
     seconds = tune(settings.folder, sizes_of(settings), settings)
     second = statistics.median(seconds[1:])
-    found = {"seconds": second, "tokens": settings.length / second}
+    found = {"seconds": second, "tokens": settings.batch * settings.length / second}
     return {"megabytes": peak_megabytes()} | found
 
 
@@ -351,6 +352,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=1, help="rows in a batch")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--peer", choices=("ortops", "torch"), default="ortops")
     parser.add_argument("--device", default="cpu", help="where PyTorch trains")
