@@ -141,7 +141,7 @@ def test_a_detector_learns_maps_and_keeps_its_sizes(tmp_path: Path) -> None:
         targets[place] = 1
     session = TrainingSession(
         build_training_model(
-            model, loss="BinaryCrossEntropyWithLogits", optimizer=AdamW(1e-3, weight_decay=1.0)
+            model, loss="BinaryCrossEntropyWithLogits", optimizer=AdamW(3e-4, weight_decay=1.0)
         )
     )
 
@@ -158,7 +158,7 @@ def test_a_detector_learns_maps_and_keeps_its_sizes(tmp_path: Path) -> None:
     loss, right = measured(trained)
     assert found["loss"] == pytest.approx(loss, rel=1e-3)
     assert found["accuracy"] == pytest.approx(right, abs=1e-3)
-    assert loss < first / 3
+    assert loss < first / 10
     moved = changed(model, trained)
     settings = {name for name in arrays_of(model) if name.startswith("helper.constant")}
     assert len(settings) == 51

@@ -11,12 +11,12 @@ import onnx_ir as ir
 
 from ortops.graph.edit import read_inputs
 from ortops.graph.nesting import subgraphs
-from ortops.graph.operators import is_random
+from ortops.graph.operators import MOVES, is_random
 
 _Place: TypeAlias = tuple[int, int]
 """Where a node runs: its number, or that of the one it was moved behind, and the move."""
 
-_VIEWS = {"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
+_VIEWS = MOVES - {"Transpose"} | {"Identity"}
 """Operators whose result has the memory of their first input in onnxruntime."""
 
 
