@@ -225,7 +225,7 @@ class Batches:
             raise no_language_model(self._folder, "a token sees later ones, as in a masked model")
 
     def refuse_blindness(self, session: TrainingSession, hidden: str) -> None:
-        """Rejects a model whose first token, which stands for a text, does not see the others.
+        """Rejects a model whose first token represents the text but does not attend to the others.
 
         Args:
             session: Computes that.
@@ -236,7 +236,7 @@ class Batches:
         """
         if not self._sees_later(session, hidden):
             raise ModelError(
-                f"'{self._folder.model}': the first token, which stands for a text, sees no later "
+                f"'{self._folder.model}': the first token represents the text but sees no later "
                 "ones, as in a decoder; pool the mean of all tokens: write "
                 '{"pooling_mode_mean_tokens": true} into 1_Pooling/config.json of the folder'
             )

@@ -149,7 +149,7 @@ def _labels(folder: Folder, graph: Any, given: Sequence[str] | None) -> tuple[st
 
 
 def first_of(folder: Folder, model: LightModel, encoder: Encoder) -> str | None:
-    """Returns the hidden states of which the first one stands for a text; None if none does."""
+    """Returns the output with hidden states if the first token's represents the text, else None."""
     ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in model.proto.graph.output}
     if ranks.get("logits") == 2 if encoder.labels else encoder.output == "sentence_embedding":
         return None

@@ -222,7 +222,7 @@ def _name(layer: Target) -> str:
 
 
 def _before(value: ir.Value) -> ir.Value | None:
-    """Returns what a value is rounded from, or is otherwise the same as; None if it is no such."""
+    """Returns the input of the Cast, Dropout or Identity that computes a value, if one does."""
     node = value.producer()
     return node.inputs[0] if node is not None and node.op_type in _PASSED else None
 
