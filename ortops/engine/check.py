@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -36,7 +34,7 @@ from ortops.graph.autodiff.expansion import expand
 from ortops.graph.autodiff.registry import StructuralRule, ZeroRule
 from ortops.graph.autodiff.rules import RULES
 from ortops.graph.edit import all_nodes, describe, is_float, mapped_tensor
-from ortops.graph.files import external, loading
+from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.nesting import inner_graphs
 from ortops.graph.passes import passes_for
@@ -259,14 +257,14 @@ def check(
         differentiable inputs: x
         no problems: ready to train
     """
-    proto, folder = loading.load(model)
-    light = external.detach(proto, folder)
+    light = convert.load_light(model)
     if why := refused_without_weights(light):
         return _report_of_refusal(light.proto, why)
-    report = _inference_report(proto, convert.to_ir(proto, folder))
+    report = _inference_report(light.proto, convert.to_ir(light))
+    about, left = _about(light.proto, trainable), tables.left_in_file(light)
     existing: dict[str, Any] = {}
     if (optimizer, clip_norm, clip_value, ema_decay, groups) == (None,) * 5:
-        found = training_metadata(proto)
+        found = training_metadata(light.proto)
         existing = {name: getattr(found, name) for name in ("schedule", "clipping", "averaging")}
         existing["groups"] = dict(found.groups)
     try:
@@ -304,10 +302,10 @@ def check(
         fitting=fitting,
         **(existing | plan.notes),
         said=[
-            *_about(proto, trainable),
+            *about,
             *plan.said,
             *faults.said(light.proto),
-            *_left_in_file(model, parameters),
+            *tables.said({name: left[name] for name in left if name not in parameters}),
         ],
         kept=kept,
         problems=report.problems or problems,
@@ -322,13 +320,6 @@ def _about(proto: onnx.ModelProto, trainable: Sequence[str] | None) -> list[str]
     listed = ", ".join(f"'{name}'" for name in others)
     algorithm = f"the report is about the training algorithm '{first}'"
     return [f"{algorithm}; the file also has {listed} (`ortops inspect` shows them)"]
-
-
-def _left_in_file(model: ModelLike, parameters: Collection[str]) -> list[str]:
-    """Returns which tables a session on a file would not hold in memory."""
-    if not isinstance(model, str | os.PathLike) or not Path(model).is_file():
-        return []
-    return tables.said(tables.left_in_file(convert.load_light(model), parameters))
 
 
 def _inference_report(proto: onnx.ModelProto, work: ir.Model) -> Report:

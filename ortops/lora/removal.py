@@ -7,6 +7,7 @@ import onnx_ir as ir
 from ortops.errors import ModelError
 from ortops.graph.adapters import Adapter, Module
 from ortops.graph.edit import remove_node, take_place
+from ortops.graph.nesting import subgraphs
 
 _FACTORS = {"linear": ("MatMul", 1), "embedding": ("Gather", 0), "convolution": ("Conv", 1)}
 """The operator that reads A, and the index of that input, by the kind of a layer."""
@@ -24,7 +25,7 @@ def remove_adapter(work: ir.Model, adapter: Adapter) -> dict[str, list[ir.Value]
         ModelError: If the nodes differ from those that `ortops.lora.add` adds.
     """
     graph = work.graph
-    values = {v.name: v for inner in (graph, *graph.subgraphs()) for n in inner for v in n.outputs}
+    values = {v.name: v for inner in (graph, *subgraphs(graph)) for n in inner for v in n.outputs}
     removed = {  # of several adapters of a node, the last one reads what the node computes
         name: [_remove(values, name, module, *pair) for pair in module.tensors]
         for name, module in reversed(list(adapter.modules.items()))

@@ -21,6 +21,7 @@ from ortops.graph.edit import describe, read_inputs
 from ortops.graph.files import loading
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.names import Names
+from ortops.graph.nesting import subgraphs
 from ortops.graph.row_axes import RowAxes, row_axes_of_model
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.surgery.reading import (
@@ -571,7 +572,7 @@ class _Freeing:
                 known = zip(value.shape, uneven, strict=False)
                 dims = [ir.SymbolicDim(None) if grown else dim for dim, grown in known]
                 value.shape = ir.Shape(dims) if len(dims) == len(value.shape) else None
-        for graph in self._graph.subgraphs():
+        for graph in subgraphs(self._graph):
             for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
                 if value.shape is not None and value.const_value is None:
                     value.shape = ir.Shape([None if d == self._batch else d for d in value.shape])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import onnx
 
@@ -14,7 +14,7 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.files import external, loading
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
-from ortops.graph.files.messages import names_within, node_graphs, rename_within
+from ortops.graph.files.messages import names_read, names_within, node_graphs, rename_within
 from ortops.graph.names import Names
 
 
@@ -74,7 +74,7 @@ def _written_back(
 ) -> dict[str, onnx.ModelProto]:
     known = {new for record in records.values() for new in record.weights.values()}
     own = {tensor.name for tensor in light.proto.graph.initializer}
-    read = set(_names_read(light.proto.graph.node)) & own
+    read = set(names_read(light.proto.graph.node)) & own
     floats = (t for t in light.proto.graph.initializer if t.name in read)
     added = [t.name for t in floats if t.data_type in (1, 10, 11, 16) and t.dims]
     fresh = [name for name in added if name not in known]
@@ -105,7 +105,7 @@ def _cut_out(light: LightModel, record: Record, name: str) -> onnx.ModelProto:
     graph = result.graph
     graph.name = name
     graph.node.extend(_needed(source.graph, record))
-    read = {*_names_read(graph.node), *record.outputs.values()} - {*record.inputs.values()}
+    read = {*names_read(graph.node), *record.outputs.values()} - {*record.inputs.values()}
     for tensor in source.graph.initializer:
         if tensor.name in read:
             external.copy_tensor(tensor, graph.initializer.add(), light.data)
@@ -129,17 +129,8 @@ def _needed(graph: onnx.GraphProto, record: Record) -> list[onnx.NodeProto]:
     for node in reversed(graph.node):
         if not (wanted - inputs).isdisjoint(node.output):
             found.append(node)
-            wanted.update(_names_read([node]))
+            wanted.update(names_read([node]))
     return found[::-1]
-
-
-def _names_read(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
-    """Yields the names that nodes and their subgraphs read, some of them from the subgraphs."""
-    for node in nodes:
-        yield from filter(None, node.input)
-        for graph in node_graphs(node):
-            yield from _names_read(graph.node)
-            yield from (value.name for value in graph.output)
 
 
 def _own_names(graph: onnx.GraphProto, record: Record, part: str) -> dict[str, str]:

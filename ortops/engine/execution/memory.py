@@ -155,7 +155,7 @@ def put(memory: Memory, value: Array) -> None:
         KernelError: If writing to the device fails.
     """
     if not isinstance(memory, DeviceArray):
-        if not (_is_zero(value) and _is_zero(memory)):  # or the system gives memory for zeros
+        if not (_is_zero(value) and _is_zero(memory)):
             memory[...] = value
         return
     whole = np.ascontiguousarray(np.broadcast_to(value, memory.shape), memory.dtype)

@@ -8,7 +8,7 @@ access to a mapped file that another process has truncated ends the process.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from ortops.graph.autodiff.gradient_node import Bound, is_bound
 from ortops.graph.edit import remove_unread_inputs, take_place
 from ortops.graph.files.external import LightModel, in_file
 from ortops.graph.files.held_file import InFile
-from ortops.graph.files.messages import DOMAINS, is_light, location_of, node_graphs
+from ortops.graph.files.messages import DOMAINS, is_light, location_of, names_read
 from ortops.graph.names import Names
 
 
@@ -88,15 +88,13 @@ def tables_in_file(model: LightModel, least: float) -> dict[str, InFile]:
     return {name: content for name, content in found.items() if name not in others}
 
 
-def left_in_file(model: LightModel, trained: Collection[str] = ()) -> dict[str, int]:
+def left_in_file(model: LightModel) -> dict[str, int]:
     """Returns the sizes in bytes of the tables that sessions on a model leave in its file, by name.
 
-    Args:
-        model: The model.
-        trained: The initializers that will be trained, which are held in memory.
+    Those that training is to begin with are among them; sessions hold what they train in memory.
     """
     tables = tables_in_file(model, Settings().looked_up)
-    return {name: table.length for name, table in tables.items() if name not in trained}
+    return {name: table.length for name, table in tables.items()}
 
 
 def said(left: Mapping[str, int]) -> list[str]:
@@ -125,17 +123,7 @@ def _read_whole(node: onnx.NodeProto, fed: set[str]) -> Iterable[str]:
         yield from node.input[: len(xs)]
         yield from (name for name, replaced in named if name.encode() != replaced)
     else:
-        yield from node.input
-        yield from _read_inside(node)
-
-
-def _read_inside(node: onnx.NodeProto) -> Iterable[str]:
-    """Yields what nodes in the bodies of a node read, and what the bodies return."""
-    for graph in node_graphs(node):
-        yield from (value.name for value in graph.output)
-        for inner in graph.node:
-            yield from inner.input
-            yield from _read_inside(inner)
+        yield from names_read([node])
 
 
 def separate_tables(step: Step, tables: Mapping[str, InFile]) -> tuple[Step, Lookup | None]:

@@ -35,7 +35,7 @@ from ortops.graph.edit import (
 from ortops.graph.files.messages import DOMAINS
 from ortops.graph.files.serialization import BOUND_DOMAIN, map_types
 from ortops.graph.names import Names
-from ortops.graph.nesting import inner_graphs
+from ortops.graph.nesting import inner_graphs, subgraphs
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Tape, Tensor, ones_like, op, zeros_like
 
@@ -448,7 +448,7 @@ def _before(graph: ir.Graph, node: ir.Node, y: ir.Value) -> Sequence[ir.Node]:
     ancestors = ancestor_nodes(y, set())
     graphs = {other.graph for other in ancestors}
     around = [outer for outer in graphs if isinstance(outer, ir.Graph) and outer is not graph]
-    outermost_first = sorted(around, key=lambda g: sum(g in outer.subgraphs() for outer in around))
+    outermost_first = sorted(around, key=lambda g: sum(g in subgraphs(other) for other in around))
     nodes = [other for outer in outermost_first for other in outer if other in ancestors]
     for other in graph:
         if other is node:

@@ -140,6 +140,15 @@ def graphs_within(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
             yield from graphs_within(inner)
 
 
+def names_read(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """Yields the names that nodes and their subgraphs read, some of them from the subgraphs."""
+    for node in nodes:
+        yield from filter(None, node.input)
+        for graph in node_graphs(node):
+            yield from names_read(graph.node)
+            yield from (value.name for value in graph.output)
+
+
 def names_within(graph: onnx.GraphProto) -> Iterator[str]:
     """Yields the names of all values of a graph and its subgraphs, some of them repeatedly."""
     for each in graphs_within(graph):
