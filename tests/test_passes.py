@@ -155,11 +155,11 @@ def gelu() -> onnx.ModelProto:
     return tape.model()
 
 
-def swish() -> onnx.ModelProto:
+def swish(samples: int | str = "batch") -> onnx.ModelProto:
     """As exporters write it, with many columns, so that the transposed factor is narrow."""
     rng = np.random.default_rng(1)
     with Tape(name="swish") as tape:
-        x = tape.input("x", np.float32, ["batch", 6])
+        x = tape.input("x", np.float32, [samples, 6])
         h = x @ tape.initializer("first", rng.standard_normal((6, 512)).astype(np.float32))
         h = h * op.Sigmoid(h)
         second = rng.standard_normal((512, 6)).astype(np.float32) / 16
@@ -225,7 +225,7 @@ CASES = {
     "rms_normalization": Case(residual, {"x": (4, 6)}, "Sqrt", "SimplifiedLayerNormalization"),
     "padding": Case(padded, {"x": (4, 2, 5, 4)}, "Pad", ""),
     "chunked_logits": Case(lambda: quantized(4096), {"x": (4, 6)}, "", "Scan", {"outputs": []}),
-    "left_factors": Case(swish, {"x": (4, 6)}, "", "Flatten"),
+    "left_factors": Case(lambda: swish(4), {"x": (4, 6)}, "", "Flatten"),
     "transposed": layers("MatMul", "FusedMatMul"),
     "row_sums": layers("ReduceSum", "FusedMatMul"),
     "scaled_gradients": Case(many_classes, {"x": (4, 6)}, "", "Mul"),
@@ -280,6 +280,14 @@ def test_with_and_without(name: str) -> None:
     assert case.fewer or case.more
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert len(set(wanted)) == len(wanted)  # the steps did change the weights
+
+
+@pytest.mark.parametrize("samples", ["batch", 1024, 3072])
+def test_left_factors_whose_rows_may_share_a_set_of_a_cache(samples: int | str) -> None:
+    rows = samples if isinstance(samples, int) else 4
+    case = Case(lambda: swish(samples), {"x": (rows, 6)}, "", "")
+    operators, _ = trained(case, Settings())
+    assert not operators["Flatten"]
 
 
 def test_gradient_of_a_tied_table() -> None:
