@@ -33,28 +33,29 @@ def _fused(found: Found, tape: Tape) -> Result:
     x, shape = found[_X], found[_X].shape
     if x.dtype != ir.DataType.FLOAT or shape is None or len(shape) != 4:
         return f"'{x.name}' is {x.dtype}{shape or ''}, not float32 of rank 4"
-    rows = dims_of(shape)[2]
-    if rows is None or [rows] != [*dims_of(found[_SUM].shape or ir.Shape([]))[2:3]]:
-        return f"the factors may have more rows than '{x.name}'"
     parts = found.node(_FIRST).outputs
     sizes = [part.shape[3] for part in parts if part.shape is not None]
     if [found[_FIRST], found[_SECOND]] != [*parts] or sizes[0] != sizes[-1]:
         return f"the parts of '{x.name}' are not the halves of its rows"
     if attribute_values(found.node(_ROTATED)).get("axis") not in (-1, 3):
         return f"the halves of '{x.name}' do not make rows again"
-    tables = [_half(found[each], x, tape) for each in (_COS, _SIN)]
+    tables = [_half(found[each], x, found[_SUM], tape) for each in (_COS, _SIN)]
     if any(table is None for table in tables):
-        return f"the factors of '{x.name}' are not known to have two equal halves for each row"
+        return f"the factors of '{x.name}' are not known to have a row of equal halves for each"
     return emit_one(MICROSOFT, FUSED, [tape.tensor(x), tape.constant([0]), *tables], shape)
 
 
-def _half(value: ir.Value, x: ir.Value, tape: Tape) -> Tensor | None:
+def _half(value: ir.Value, x: ir.Value, y: ir.Value, tape: Tape) -> Tensor | None:
     """Returns the first half of the rows of a table, if the second half is equal.
 
-    The table has as many rows as the matrices of x, or one row for all of them.
+    The table has as many rows as the matrices of x, or one row for all of them, as it must have if
+    the result y has the rows of x.
     """
-    sizes, (_, _, rows, columns) = (dims_of(each.shape or ir.Shape([])) for each in (value, x))
+    sizes, sizes_of_y = (dims_of(each.shape or ir.Shape([])) for each in (value, y))
+    *_, rows, columns = dims_of(x.shape or ir.Shape([]))
     if len(sizes) < 2 or sizes[-1] != columns or not isinstance(columns, int):
+        return None
+    if rows is None or (sizes[-2] not in (rows, 1) and sizes_of_y[2:3] != (rows,)):
         return None
     if any(size != 1 for size in sizes[-4:-2]) or not unrolled(_has_equal_halves(value)):
         return None
