@@ -139,7 +139,7 @@ CASES = {
         " sin = Constant <value = float[1, 4] {2, 3, 2, 3}> ()"
         " halves = Constant <value_ints = [2, 2]> () a, b = Split <axis = 3> (x4, halves)"
         " n = Neg (b) r = Concat <axis = -1> (n, a) c = Mul (x4, cos) s = Mul (r, sin)"
-        " y = Add (c, s)",
+        " y4 = Add (c, s) back = Constant <value_ints = [2, 4]> () y = Reshape (y4, back)",
         "RotaryEmbedding",
     ),
     "difference in attention": Case(
