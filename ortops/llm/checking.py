@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -216,7 +216,8 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
     folder = open_folder(path)
     light = load_light(folder.model)
     work = to_ir(light)
-    report = _described(folder, light, work)
+    left = tables.left_in_file(light)
+    report = _described(folder, light, work, left)
     if measured is not None and adapter_of(light.proto.metadata_props) is not None:
         try:
             with quiet():
@@ -247,7 +248,7 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
         report.said.append(str(error))
     result = replace(report, adapter_size=_RANK * sum(sum(target.sizes) for target in found))
     if measured is None and not result.problems:
-        result = _estimated(result, folder, light, work, found)
+        result = _estimated(result, folder, work, words_of(light, folder), found, left)
     if measured is None or result.problems:
         return result
     try:
@@ -258,7 +259,9 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
         return result
 
 
-def _described(folder: Folder, light: LightModel, work: ir.Model) -> Report:
+def _described(
+    folder: Folder, light: LightModel, work: ir.Model, left: Mapping[str, int]
+) -> Report:
     """Returns what a report says of the file, without training."""
     graph = work.graph
     names = [value.name or "" for value in graph.inputs if not value.is_initializer()]
@@ -281,19 +284,24 @@ def _described(folder: Folder, light: LightModel, work: ir.Model) -> Report:
         report.said.append(
             "without an adapter, only normalizations would be trained: all matrices are quantized"
         )
-    report.said.extend(tables.said(tables.left_in_file(light)))
+    report.said.extend(tables.said(left))
     if is_pruned(light):
         report.said.append("the file computes the logits of the last token only; tuning, of all")
     return report
 
 
 def _estimated(
-    report: Report, folder: Folder, light: LightModel, work: ir.Model, found: Sequence[Target]
+    report: Report,
+    folder: Folder,
+    work: ir.Model,
+    words: int | None,
+    found: Sequence[Target],
+    left: Mapping[str, int],
 ) -> Report:
     """Returns a report with what a step needs, or why it is not estimated."""
     heads = (folder.genai.get("decoder") or folder.config).get("num_attention_heads")
     attention = attention_of(work.graph, heads if isinstance(heads, int) else None)
-    words, context = words_of(light, folder), folder.context_length or 2**31
+    context = folder.context_length or 2**31
     if folder.parts or not words:
         attention = "the model has an encoder" if folder.parts else "its vocabulary is not known"
     if isinstance(attention, str):
@@ -301,7 +309,7 @@ def _estimated(
         return report
     assert words
     tensors = [v.const_value for v in work.graph.initializers.values() if v.const_value]
-    weights = sum(tensor.nbytes for tensor in tensors), sum(tables.left_in_file(light).values())
+    weights = sum(tensor.nbytes for tensor in tensors), sum(left.values())
     shape = _BATCH[0], min(_BATCH[1], context), context
     counted = forecast([t.sizes for t in found], attention, weights, words, shape)
     return replace(report, estimated=counted)
