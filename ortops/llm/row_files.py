@@ -114,7 +114,7 @@ def _joined(parts: Sequence[FileRows]) -> FileRows:
     return FileRows(starts[-1], read)
 
 
-def prepared(row: Any, columns: Columns) -> Any:
+def prepared(row: Any, columns: Columns = None) -> Any:
     """Returns a row with the columns that it is formed of, and without those that are None.
 
     Args:

@@ -51,7 +51,7 @@ from ortops.llm.graphs import (
     without_pruning,
 )
 from ortops.llm.options import FIRST_OPTIONS, TUNING, TuningOptions, remedies
-from ortops.llm.row_files import Rows, is_stream
+from ortops.llm.row_files import SETTINGS, Rows, is_stream, prepared
 from ortops.llm.row_kinds import Comparisons, RowKind, SequencePairs, Sequences
 from ortops.llm.saving import ADAPTER, TRAINING, FolderWriter, refuse_unfinished
 from ortops.llm.serving import Server
@@ -495,6 +495,9 @@ class FineTuning:
         top_p: float = 1.0,
         seed: int = 0,
         decoder_prefix: str | Sequence[int] = (),
+        tools: Sequence[Mapping[str, Any]] | str | None = None,
+        documents: Sequence[Mapping[str, Any]] | str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Continues a prompt.
 
@@ -512,6 +515,9 @@ class FineTuning:
             seed: Determines what is drawn.
             decoder_prefix: For a model with an encoder, the tokens behind the decoder's start
                 token, as text or tokens: ``"<|en|><|transcribe|><|notimestamps|>"`` for Whisper.
+            tools: Beside a chat, the tools that its template writes, as in a row of `fit`.
+            documents: Beside a chat, the documents, likewise.
+            chat_template_kwargs: Beside a chat, further names that its template reads, likewise.
 
         Returns:
             The continuation: tokens if tokens are given, else a text.
@@ -531,8 +537,9 @@ class FineTuning:
             raise UnsupportedError("generate: a text encoder generates no text; run its model")
         count = whole_number("max_new_tokens", max_new_tokens, 1)
         sampling = Sampling(temperature, top_k, top_p, seed)
+        more = prepared(dict(zip(SETTINGS, (tools, documents, chat_template_kwargs), strict=True)))
         tokens, source, is_text = self._server.read_prompt(
-            prompt, decoder_prefix, lambda: self.tokenizer
+            prompt, decoder_prefix, lambda: self.tokenizer, more
         )
         end = {*self._folder.end, *(self.tokenizer.end if is_text else ())}
         found = self._server.continued(tokens, count, end, sampling, source)
