@@ -127,7 +127,7 @@ class Report:
         model: The file of the model, relative to it.
         caches: The inputs with keys and values of earlier tokens; they are empty in training.
         inputs: The other inputs.
-        loss: The loss.
+        loss: The loss; empty for a text encoder.
         layers: The number of layers that get an adapter by default, by the end of their names.
         adapter_size: The number of values of an adapter of rank 8 on these layers.
         weights: The number of floating-point values in weights, adapters apart.
@@ -163,10 +163,12 @@ class Report:
     def __str__(self) -> str:
         floats = f"weights: {self.weights:,} floating-point values"
         weights = f"{floats}, {self.quantized} quantized matrices"
-        if self.tasks:
+        problems = [f"problems: {len(self.problems)}", *(f"  {each}" for each in self.problems)]
+        if not self.loss:
             ready = f"no problems: ready for ortops tune --task {' or '.join(self.tasks)}"
             inputs = f"inputs: {', '.join(self.inputs)}"
-            return text_of([f"text encoder {self.model}", inputs, weights, *self.said, ready])
+            end = [ready] if self.tasks else problems
+            return text_of([f"text encoder {self.model}", inputs, weights, *self.said, *end])
         shown = f"{self.caches[0]} … {self.caches[-1]}" if self.caches else "none"
         layers = ", ".join(f"{name} × {count}" for name, count in self.layers.items())
         lines = [
@@ -182,7 +184,7 @@ class Report:
         needs = [each for each in (self.estimated, self.measured, self.served) if each is not None]
         lines += [line for each in needs for line in str(each).splitlines()]
         if self.problems:
-            lines += [f"problems: {len(self.problems)}", *(f"  {each}" for each in self.problems)]
+            lines += problems
         elif self.served is None:
             lines.append("no problems: ready for ortops tune")
         return text_of(lines)
@@ -317,17 +319,22 @@ def _estimated(
 
 def _of_encoder(folder: Folder, light: LightModel, report: Report) -> Report:
     """Returns the report of a text encoder without the tasks that a computation rules out."""
+    refused = []
     for task in list(report.tasks):
         labels = ["0", "1"] if task == "classification" else None
         given: dict[str, Any] = {"task": task, "labels": labels}
         try:
-            if first_of(folder, light, encoder_of(folder, light, {**given, "loss": None})):
+            encoder = encoder_of(folder, light, {**given, "loss": None})
+            if report.quantized or first_of(folder, light, encoder):
                 with quiet():
                     FineTuning(folder.model, rank=1, **given)  # which computes it
         except OrtopsError as error:
             report.tasks.remove(task)
-            report.said.append(f"not for {task}: {error}")
-    return report if report.tasks else replace(report, problems=report.said, said=[])
+            refused.append(f"not for {task}: {error}")
+    if not report.tasks:
+        return replace(report, problems=refused)
+    report.said.extend(refused)
+    return report
 
 
 def _count(value: ir.Value) -> int:

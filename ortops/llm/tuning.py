@@ -39,10 +39,7 @@ from ortops.llm.batches import Batches, Epochs, check_stream
 from ortops.llm.encoder_rows import Texts
 from ortops.llm.encoders import Encoder, encoder_of, first_of, head_of, loss_of, with_head
 from ortops.llm.examples import IGNORED, Units
-from ortops.llm.folder import (
-    Folder,
-    open_folder,
-)
+from ortops.llm.folder import Folder, open_folder
 from ortops.llm.generation import Sampling
 from ortops.llm.graphs import (
     may_see_later_tokens,
@@ -60,6 +57,7 @@ from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.files import with_adapter
 from ortops.lora.full_weights import saved_modules
+from ortops.lora.merging import refuse_unmergeable
 from ortops.lora.peft import with_peft
 from ortops.lora.peft_layers import model_type_beside
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
@@ -695,7 +693,18 @@ def _adapted(
         head = head_of(model)
         settings["modules_to_save"] = [*saved_modules(given["modules_to_save"]), head]
     kind = model_type_beside(folder.model if files is None else folder.path / "model.onnx")
-    model = move_aside(adapted(read_base(model), **settings, model_type=kind))
+    fixed = {} if encoder is None else quantized(to_ir(model).graph.initializers.values())
+    try:
+        model = move_aside(adapted(read_base(model), **settings, model_type=kind))
+        if fixed:
+            refuse_unmergeable(model)  # now, not when it is saved
+    except UnsupportedError as error:
+        for name, why in fixed.items():
+            raise UnsupportedError(
+                f"'{folder.model}': '{name}' {why}, but what a text encoder learns is merged into "
+                "its weights: give the folder in floating point, and quantize the one that is saved"
+            ) from error
+        raise
     return model if adapter is None else with_adapter(model, adapter)
 
 
@@ -752,20 +761,20 @@ def _trainable(
     files: SeveralFiles | None = None,
     encoder: Encoder | None = None,
 ) -> LightModel:
-    loss, settings = (
-        given["loss"],
-        {"optimizer": optimizer_of(given), "clip_norm": given["clip_norm"]},
-    )
+    loss = given["loss"]
+    settings = {"optimizer": optimizer_of(given), "clip_norm": given["clip_norm"]}
     if encoder is not None:
         of_task, inputs = loss_of(folder, encoder, loss)
         result = build_light(model, loss=of_task, inputs=inputs, **settings)
         write_metadata(result.proto, _LOSS, json.dumps(asdict(encoder)))
         return result
     if isinstance(loss, str):
-        choice("loss", loss, TUNING["loss"].bounds["options"])
-        loss = DPO() if loss == "DPO" else NextToken()
-    elif loss is not None and type(loss) not in (NextToken, DPO):
-        raise ArgumentError(f"loss must be NextToken or DPO of ortops.losses, got {loss!r:.80}")
+        loss = {"NextToken": NextToken(), "DPO": DPO()}.get(loss, loss)
+    if loss is not None and type(loss) not in (NextToken, DPO):
+        raise ArgumentError(
+            "loss must be NextToken or DPO of ortops.losses (InfoNCE and Triplet need "
+            f"task='retrieval'), got {loss!r:.80}"
+        )
     if files is not None and files.has_encoder:  # whose labels belong to the decoder's inputs
         if isinstance(loss, DPO):
             raise ArgumentError("loss must be NextToken for a model with an encoder, got DPO")
