@@ -116,6 +116,8 @@ def test_a_schedule_has_as_many_steps_as_packed_batches(tmp_path: Path) -> None:
 def test_preferences_are_not_packed(tmp_path: Path) -> None:
     tuning = FineTuning(llama.write(tmp_path, layers=1), rank=1, loss="DPO")
     rows = [{"prompt": [1], "chosen": [2, 3], "rejected": [4]}]
+    with pytest.raises(ArgumentError, match="train_on must be left out for DPO, whose rows say"):
+        tuning.fit(rows, train_on="all")
     with pytest.raises(ArgumentError, match="packing must be False for DPO, got True"):
         tuning.fit(rows, packing=True, progress=False)
 

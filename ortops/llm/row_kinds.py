@@ -15,6 +15,7 @@ from ortops.llm.examples import (
     FORMS,
     IGNORED,
     PADDING,
+    TRAIN_ON,
     Example,
     Reading,
     Units,
@@ -121,6 +122,11 @@ class RowKind(ABC):
         reading.tell(self.said)
 
     def _reading(self, max_length: int, train_on: str, columns: Columns = None) -> Reading:
+        if self.needs_one and train_on != TRAIN_ON[0]:
+            raise ArgumentError(
+                f"train_on must be left out for {self.needs_one}, whose rows say what is trained, "
+                f"got '{train_on}'"
+            )
         check_columns(columns)
         return Reading(self.tokenizer, train_on, max_length, self.words, columns)
 
