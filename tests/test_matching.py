@@ -34,6 +34,7 @@ from ortops.graph.passes import (
     normal_form,
     products,
     rms_normalization,
+    rotary,
     scattered_sums,
     swish,
 )
@@ -45,6 +46,7 @@ from tests.spies import lowered, lowered_ir
 PASSES = (
     gelu.GELU,
     rms_normalization.RMS_NORMALIZATION,
+    rotary.ROTARY,
     products.SCALES,
     attention.ATTENTION,
     scattered_sums.SCATTERED_SUMS,
@@ -130,6 +132,15 @@ CASES = {
         " y = ReduceSum (q, last)",
         "Transpose",
         left=0,
+    ),
+    "rotary embedding": Case(
+        "shape = Constant <value_ints = [1, 1, 2, 4]> () x4 = Reshape (x, shape)"
+        " cos = Constant <value = float[2, 4] {0.5, 1, 0.5, 1, 0.25, 0, 0.25, 0}> ()"
+        " sin = Constant <value = float[1, 4] {2, 3, 2, 3}> ()"
+        " halves = Constant <value_ints = [2, 2]> () a, b = Split <axis = 3> (x4, halves)"
+        " n = Neg (b) r = Concat <axis = -1> (n, a) c = Mul (x4, cos) s = Mul (r, sin)"
+        " y4 = Add (c, s) back = Constant <value_ints = [2, 4]> () y = Reshape (y4, back)",
+        "RotaryEmbedding",
     ),
     "difference in attention": Case(
         "last = Constant <value_ints = [-1]> () g = ReduceMax (x, last) r = ReduceMin (x, last)"

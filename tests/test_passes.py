@@ -155,11 +155,11 @@ def gelu() -> onnx.ModelProto:
     return tape.model()
 
 
-def swish() -> onnx.ModelProto:
+def swish(samples: int | str = "batch") -> onnx.ModelProto:
     """As exporters write it, with many columns, so that the transposed factor is narrow."""
     rng = np.random.default_rng(1)
     with Tape(name="swish") as tape:
-        x = tape.input("x", np.float32, ["batch", 6])
+        x = tape.input("x", np.float32, [samples, 6])
         h = x @ tape.initializer("first", rng.standard_normal((6, 512)).astype(np.float32))
         h = h * op.Sigmoid(h)
         second = rng.standard_normal((512, 6)).astype(np.float32) / 16
@@ -216,6 +216,26 @@ def like() -> onnx.ModelProto:
     return tape.model()
 
 
+def rotary(
+    rows: int | str = 3, *, positions: int | None = None, ratio: float = 1.0
+) -> onnx.ModelProto:
+    """As exporters write it, with tables that are computed from frequencies."""
+    rng = np.random.default_rng(1)
+    with Tape(name="rotary") as tape:
+        x = tape.input("x", np.float32, ["batch", 2, rows, 4])
+        frequencies = tape.initializer("frequencies", np.array([0.7, 0.2], np.float32))
+        end = op.Shape(x)[2] if positions is None else np.int64(positions)
+        places = op.Cast(op.Range(np.int64(0), end, np.int64(1)), to=1) + 1.0
+        angles = op.Unsqueeze(places, [1]) * frequencies
+        both = op.Concat(angles, angles if ratio == 1 else ratio * angles, axis=-1)
+        cos, sin = (op.Unsqueeze(table, [0]) for table in (op.Cos(both), op.Sin(both) * 1.0))
+        q = x @ tape.initializer("first", rng.standard_normal((4, 4)).astype(np.float32))
+        y = q * cos + op.Concat(-q[..., 2:], q[..., :2], axis=-1) * sin
+        last = tape.initializer("second", rng.standard_normal((2, 4, 5)).astype(np.float32))
+        tape.output(op.ReduceSum(op.Tanh(y @ last), [1, 2], keepdims=0), "logits")
+    return tape.model()
+
+
 CASES = {
     "normal_form": Case(like, {"x": (4, 6)}, "CastLike", ""),
     "computed_sizes": Case(positions, {"x": (4, 6)}, "Shape", ""),
@@ -223,9 +243,10 @@ CASES = {
     "gelu": Case(gelu, {"x": (4, 6)}, "Div", "Gelu"),
     "gated_sums": Case(residual, {"x": (4, 6)}, "Mul", "GatedAdd"),
     "rms_normalization": Case(residual, {"x": (4, 6)}, "Sqrt", "SimplifiedLayerNormalization"),
+    "rotary": Case(rotary, {"x": (4, 2, 3, 4)}, "Split", "RotaryEmbedding"),
     "padding": Case(padded, {"x": (4, 2, 5, 4)}, "Pad", ""),
     "chunked_logits": Case(lambda: quantized(4096), {"x": (4, 6)}, "", "Scan", {"outputs": []}),
-    "left_factors": Case(swish, {"x": (4, 6)}, "", "Flatten"),
+    "left_factors": Case(lambda: swish(4), {"x": (4, 6)}, "", "Flatten"),
     "transposed": layers("MatMul", "FusedMatMul"),
     "row_sums": layers("ReduceSum", "FusedMatMul"),
     "scaled_gradients": Case(many_classes, {"x": (4, 6)}, "", "Mul"),
@@ -280,6 +301,71 @@ def test_with_and_without(name: str) -> None:
     assert case.fewer or case.more
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert len(set(wanted)) == len(wanted)  # the steps did change the weights
+
+
+def test_frequencies_of_a_rotary_embedding_are_trained() -> None:
+    """The gradient of its tables agrees with central differences of the loss in inference."""
+    model = build_training_model(
+        rotary(), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1), trainable=["frequencies", "first"]
+    )
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.standard_normal((4, 2, 3, 4), np.float32), "labels": np.arange(4)}
+    spy = Spy()
+    session = TrainingSession(model, settings=spy.watching(Settings()))
+    found = dict(session.gradients(feeds))
+    assert Counter(spy.operators[0])["RotaryEmbedding"] == 2
+    values = {name: array.copy() for name, array in session.parameters.items()}
+    for name, gradient in found.items():
+        direction = rng.standard_normal(values[name].shape).astype(np.float32)
+        losses = []
+        for sign in (1, -1):
+            session.state[name] = values[name] + np.float32(sign * 3e-3) * direction
+            losses.append(float(session.evaluate([feeds])["loss"]))
+        session.state[name] = values[name]
+        slope = (losses[0] - losses[1]) / 6e-3
+        np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "fused"),
+    [
+        (rotary("length"), False),  # nothing says that positions are as many as rows
+        (rotary(positions=1), True),
+        (rotary("length", positions=1), True),
+        (rotary(ratio=2.0), False),
+        (rotary(1, positions=3), False),  # the result has more rows than the input
+    ],
+)
+def test_tables_of_a_rotary_embedding(model: onnx.ModelProto, fused: bool) -> None:
+    rows = model.graph.input[0].type.tensor_type.shape.dim[2].dim_value or 3
+    case = Case(lambda: model, {"x": (4, 2, rows, 4)}, "", "")
+    operators, losses = trained(case, Settings())
+    assert operators["RotaryEmbedding"] == 2 * fused
+    _, wanted = trained(case, Settings().without("rotary"))
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+def test_second_derivatives_of_a_rotary_embedding() -> None:
+    model = ortops.derivatives.hvp(rotary(), xs="x", y="logits")
+    fused, plain = lowered(model, *passes_for("session")), ortops.lower(model)
+    assert "RotaryEmbedding" in {node.op_type for node in fused.graph.node}
+    rng = np.random.default_rng(0)
+    shape = (2, 2, 3, 4)
+    feeds = {value.name: rng.standard_normal(shape, np.float32) for value in fused.graph.input}
+    found, wanted = (
+        ortops.InferenceSession(each.SerializeToString()).run(None, feeds)
+        for each in (fused, plain)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("samples", ["batch", 1024, 3072])
+def test_left_factors_whose_rows_may_share_a_set_of_a_cache(samples: int | str) -> None:
+    rows = samples if isinstance(samples, int) else 4
+    case = Case(lambda: swish(samples), {"x": (rows, 6)}, "", "")
+    operators, _ = trained(case, Settings())
+    assert not operators["Flatten"]
 
 
 def test_gradient_of_a_tied_table() -> None:

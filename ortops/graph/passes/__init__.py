@@ -36,6 +36,7 @@ from ortops.graph.passes.quantized_weights import QUANTIZED_WEIGHTS
 from ortops.graph.passes.rectified import RECTIFIED
 from ortops.graph.passes.recurrent import RECURRENT
 from ortops.graph.passes.rms_normalization import RMS_NORMALIZATION
+from ortops.graph.passes.rotary import ROTARY
 from ortops.graph.passes.rounding import ROUNDING
 from ortops.graph.passes.scaled_gradients import SCALED_GRADIENTS
 from ortops.graph.passes.scattered_sums import SCATTERED_SUMS
@@ -51,6 +52,7 @@ PASSES: tuple[Pass, ...] = (
     PADDING,
     GELU,
     RMS_NORMALIZATION,
+    ROTARY,
     QUANTIZED_WEIGHTS,
     CHUNKED_LOGITS,  # after QUANTIZED_WEIGHTS, because it differentiates products by its rules
     LEFT_FACTORS,  # finished after all passes that move transposes into products
