@@ -208,11 +208,13 @@ def of_many_branches(count: int) -> onnx.ModelProto:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", [of_many_nodes, of_many_branches])
+@pytest.mark.parametrize(("of", "ends"), [(of_many_nodes, 100), (of_many_branches, 300)])
 def test_time_is_linear_in_the_number_of_nodes(
-    of: Callable[[int], onnx.ModelProto], monkeypatch: pytest.MonkeyPatch
+    of: Callable[[int], onnx.ModelProto], ends: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No function is called more often than 4 times as often for 4 times as many layers.
+
+    But for the first and last layers, of which so many calls are fewer than of others.
 
     Nor are more inputs or outputs looked at where one is searched for, of which calls tell nothing.
     """
@@ -234,11 +236,11 @@ def test_time_is_linear_in_the_number_of_nodes(
         searched = 0
         found.append((calls(of(count)), searched))
     (few, looked_at), (many, looked_at_many) = found
-    assert looked_at_many <= 4 * looked_at + 100
+    assert looked_at_many <= 4 * looked_at + ends
     with all_violations() as check:
         for code, number in many.items():
             with check(f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"):
-                assert number <= 4 * few[code] + 100, f"{few[code]} calls, then {number}"
+                assert number <= 4 * few[code] + ends, f"{few[code]} calls, then {number}"
 
 
 def between_layers(repeat: Repeat, last: bool = True) -> onnx.ModelProto:
