@@ -208,7 +208,7 @@ def of_many_branches(count: int) -> onnx.ModelProto:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("of", "ends"), [(of_many_nodes, 100), (of_many_branches, 300)])
+@pytest.mark.parametrize(("of", "ends"), [(of_many_nodes, 100), (of_many_branches, 400)])
 def test_time_is_linear_in_the_number_of_nodes(
     of: Callable[[int], onnx.ModelProto], ends: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
