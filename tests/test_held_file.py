@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from memory_peaks import deep
 from onnx import TensorProto, helper, numpy_helper
 
 import ortops
@@ -404,10 +405,49 @@ def test_a_change_before_the_first_read_is_seen(beside: bool, tmp_path: Path) ->
 
 
 @needs_held_files
-def test_a_new_time_of_data_that_were_read_is_no_change(tmp_path: Path) -> None:
+def test_a_new_time_counts_as_a_change(tmp_path: Path) -> None:
+    """To know better, data would have to be read twice, or once with a checksum as slow."""
     session, file = opened(tmp_path, beside=True)
     os.utime(file, ns=(0, 0))
-    session.reset()
+    with pytest.raises(ortops.errors.ModelError, match="have changed since"):
+        session.reset()
+    session.step(BATCH)
+
+
+@needs_held_files
+@pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])
+@pytest.mark.parametrize("optimizer", ["Adam", "LAMB"])
+@pytest.mark.parametrize("names", [None, ["w0"]], ids=["trained", "frozen"])
+def test_opening_reads_each_byte_once_in_small_pieces(
+    names: list[str] | None,
+    optimizer: str,
+    beside: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which go into the memory of variables, packed or not, or of what is frozen."""
+    model = ortops.build_training_model(
+        deep(512, 3), loss="Huber", optimizer=optimizer, trainable=names
+    )
+    given = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path, save_as_external_data=beside, location="model.data")
+    sizes: list[int] = []
+    read = os.pread
+
+    def pread(*arguments: int) -> bytes:
+        content = read(*arguments)
+        sizes.append(len(content))
+        return content
+
+    monkeypatch.setattr(os, "pread", pread)
+    session = ortops.TrainingSession(path)
+    assert max(sizes) <= held_file._PIECE < 512 * 512 * 4
+    assert sum(sizes) < 1.1 * sum(file.stat().st_size for file in tmp_path.iterdir())
+    packed = session.report().packed
+    assert bool(packed) == (optimizer == "Adam")
+    for name, array in session.parameters.items():
+        np.testing.assert_array_equal(array, given[name])
 
 
 @needs_held_files
@@ -510,15 +550,15 @@ def test_a_model_in_many_files_takes_few_descriptors(
     model = trainable_chain() if work == "train" else chain()
     path = in_a_file_each(model, tmp_path / "model")
     most = 0
-    original = held_file.HeldFile.read
+    original = held_file.HeldFile.pieces
 
-    def read(self: held_file.HeldFile, begin: int, end: int) -> bytes:
+    def pieces(*arguments: Any) -> Iterator[bytes]:
         nonlocal most
-        content = original(self, begin, end)
-        most = max(most, open_files(path.parent))
-        return content
+        for piece in original(*arguments):
+            most = max(most, open_files(path.parent))
+            yield piece
 
-    monkeypatch.setattr(held_file.HeldFile, "read", read)
+    monkeypatch.setattr(held_file.HeldFile, "pieces", pieces)
     WORK[work](path)
     assert 1 <= most <= 6  # the model's own file and the others
 

@@ -128,6 +128,33 @@ def _range(dtype: np.dtype[Any]) -> tuple[float, float]:
     return (0.0, 2.0**bits) if name.startswith("u") else (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1))
 
 
+def overwrite(memory: Array, value: Array) -> None:
+    """Writes a value into an array.
+
+    Zeros are not written over zeros, because a system gives memory to a process when it is written
+    to. Moments that start from zeros need none until the first step.
+
+    Args:
+        memory: The array.
+        value: What it gets: an array that numpy broadcasts.
+
+    Example:
+        >>> memory = np.empty(2)
+        >>> overwrite(memory, np.ones(1))
+        >>> memory.tolist()
+        [1.0, 1.0]
+    """
+    if not (_is_zero(value) and _is_zero(memory)):
+        memory[...] = value
+
+
+def _is_zero(array: Array) -> bool:
+    """Whether all bits of an array are zero, as far as that is known quickly."""
+    if not array.flags.c_contiguous or array.dtype.hasobject:
+        return False
+    return not array.reshape(-1).view(np.bool_).any()
+
+
 def plain(value: Any) -> int | float | None:
     """Returns a computed number as a Python int or float, and None for anything else.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -292,10 +292,7 @@ def check(
     return replace(
         report,
         parameters=parameters,
-        readers={
-            v.name or "": [str(reader) for reader in readers(v) if reader.node in own]
-            for v in plan.parameters
-        },
+        readers=_readers(plan.parameters, own),
         parameter_count=sum(math.prod(_shape(value)) for value in plan.parameters),
         reasons=dict(plan.reasons),
         loss=chosen if isinstance(chosen, str) else _name(chosen),
@@ -310,6 +307,13 @@ def check(
         kept=kept,
         problems=report.problems or problems,
     )
+
+
+def _readers(parameters: Iterable[ir.Value], own: Container[ir.Node]) -> dict[str, list[str]]:
+    """Returns which of a model's own nodes read each parameter."""
+    return {
+        v.name or "": [str(each) for each in readers(v) if each.node in own] for v in parameters
+    }
 
 
 def _about(proto: onnx.ModelProto, trainable: Sequence[str] | None) -> list[str]:

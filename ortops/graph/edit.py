@@ -15,6 +15,9 @@ from ortops.graph.tensor import Tape, Tensor, op
 
 _T = TypeVar("_T")
 
+_PLACE = "ortops.place"
+"""The key in ``value.meta`` of outputs of a graph of where they were last, in its ``outputs``."""
+
 Steps: TypeAlias = Generator["Steps[Any]", Any, _T]
 """A function that yields calls of such functions in place of calling them; see `unrolled`."""
 
@@ -286,8 +289,20 @@ def take_place(old: ir.Value, new: ir.Value) -> None:
     new.name = name
     while old.is_graph_output():
         assert old.graph is not None
-        old.graph.outputs[old.graph.outputs.index(old)] = new
+        place = _place(old.graph.outputs, old)
+        old.graph.outputs[place] = new
+        new.meta[_PLACE] = place
     old.replace_all_uses_with(new)
+
+
+def _place(outputs: Sequence[ir.Value], value: ir.Value) -> int:
+    """Returns the index of an output; a search for each of thousands would take quadratic time."""
+    place: int = value.meta.get(_PLACE, 0)
+    if place >= len(outputs) or outputs[place] is not value:
+        for index, each in enumerate(outputs):
+            each.meta[_PLACE] = index
+        place = value.meta[_PLACE]
+    return place
 
 
 def copy_node(node: ir.Node, copies: Mapping[ir.Value, ir.Value]) -> ir.Node:

@@ -27,7 +27,8 @@ gradients; or of a graph of its own, if variables are on a device.
 
 What they share:
 
-- `Variable`: the memory of a variable; `Variables`: all of them, and which memory is present.
+- `Variable`: the memory of a variable; `Variables`: all of them, and which memory is present;
+  `Values`: what they begin with, in memory or in a file.
 - `Device`: what has memory of its own; `DeviceArray`: a tensor there.
 - `Sessions`: opens onnxruntime's sessions; `Settings`: how, and all else that is chosen.
 - `SessionReport`: what was chosen; `PackedUpdate`: the same for a group.

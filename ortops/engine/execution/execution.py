@@ -159,11 +159,11 @@ class Execution:
             in_place = in_place.union(*(variant.in_place for variant in variants))
             self.variables.in_place |= bool(in_place)
         for name in (name for name in values if name not in self.variables):
-            value, device = values[name], None if name in here else sessions.device
-            first = second = hold(value, device)
+            device = None if name in here else sessions.device
+            first = second = hold(values, name, device)
             updated = name in self.variables.updated_by
             if updated and name not in in_place and not self._in_backward:
-                second = hold(value, device)
+                second = hold(values, name, device)
             self.variables[name] = Variable((first, second))
         self.variables.assign(values)
 

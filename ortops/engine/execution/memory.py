@@ -15,7 +15,8 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from ortops._common.numbers import Array
+from ortops._common.numbers import Array, overwrite
+from ortops.engine.execution.values import Values
 from ortops.errors import KernelError, UnsupportedError
 
 _DEVICES = {
@@ -117,13 +118,23 @@ def device_of(providers: Sequence[Any]) -> Device | None:
     return None
 
 
-def hold(value: Array, device: Device | None) -> Memory:
-    """Returns a copy of a value in memory of a device, or in numpy's memory for None.
+def hold(values: Mapping[str, Array], name: str, device: Device | None) -> Memory:
+    """Returns memory for a value: a copy on a device, or memory of numpy that is not written yet.
+
+    Args:
+        values: The values by name.
+        name: The name of the value.
+        device: The device; None for numpy's memory.
 
     Raises:
         UnsupportedError: If the device has no memory for it.
     """
-    return np.array(value, order="C") if device is None else DeviceArray(value, device)
+    if device is not None:
+        return DeviceArray(values[name], device)
+    stored = values.stored(name) if isinstance(values, Values) else None
+    if stored is not None:
+        return np.empty(stored.shape.numpy(), stored.dtype.numpy())
+    return np.empty(values[name].shape, values[name].dtype)
 
 
 def ort_value(memory: Memory) -> onnxruntime.OrtValue:
@@ -146,17 +157,13 @@ def fetch(memory: Memory) -> Array:
 
 
 def put(memory: Memory, value: Array) -> None:
-    """Writes a value of the same type and shape into memory.
-
-    Zeros are not written over zeros, because a system gives memory to a process when it is written
-    to. Moments that start from zeros need none until the first step.
+    """Writes a value of the same type and shape into memory (see `overwrite`).
 
     Raises:
         KernelError: If writing to the device fails.
     """
     if not isinstance(memory, DeviceArray):
-        if not (_is_zero(value) and _is_zero(memory)):
-            memory[...] = value
+        overwrite(memory, value)
         return
     whole = np.ascontiguousarray(np.broadcast_to(value, memory.shape), memory.dtype)
     try:
@@ -167,11 +174,13 @@ def put(memory: Memory, value: Array) -> None:
         ) from error
 
 
-def _is_zero(array: Array) -> bool:
-    """Whether all bits of an array are zero, as far as that is known quickly."""
-    if not array.flags.c_contiguous or array.dtype.hasobject:
-        return False
-    return not array.reshape(-1).view(np.bool_).any()
+def _put_value(memory: Memory, values: Mapping[str, Array], name: str) -> None:
+    """Writes a value into memory; from a file straight into the memory of numpy."""
+    stored = values.stored(name) if isinstance(values, Values) else None
+    if stored is None or isinstance(memory, DeviceArray):
+        put(memory, values[name])
+    else:
+        stored.fill(memory)
 
 
 def put_all(targets: Mapping[str, Memory], values: Mapping[str, Array]) -> None:
@@ -190,7 +199,7 @@ def put_all(targets: Mapping[str, Memory], values: Mapping[str, Array]) -> None:
             if failures:
                 break
             try:
-                put(targets[name], values[name])
+                _put_value(targets[name], values, name)
             except BaseException as error:
                 failures.append(error)
 

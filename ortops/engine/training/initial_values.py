@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ import onnx
 
 from ortops.engine.execution.step import Step
 from ortops.engine.execution.tables import said, tables_in_file
+from ortops.engine.execution.values import Values
 from ortops.engine.trainable.metadata import entry_number
 from ortops.engine.training.state import check_master, is_rounded
 from ortops.errors import ModelError
@@ -48,6 +49,7 @@ def given_values(
     """
     wanted = {name for step in steps for name in (*step.variables, *step.updates)}
     found: dict[str, Callable[[], Array]] = {}
+    stored: dict[str, InFile] = {}
     graphs = [model.proto.graph]
     graphs += [model.proto.training_info[number].algorithm for number in entries]
     for tensor in (tensor for graph in graphs for tensor in graph.initializer):
@@ -59,6 +61,8 @@ def given_values(
                     "name the variables of each entry differently"
                 )
             found[tensor.name] = read
+            if (content := model.stored(tensor)) is not None:
+                stored[tensor.name] = content
     for name, master in masters.items():
         if not {name, master} <= found.keys():
             continue
@@ -71,38 +75,8 @@ def given_values(
                 *(name, master, value.dtype, name),
             )
             found[master] = functools.partial(value.astype, np.float32)
-    return Values(found)
-
-
-class Values(Mapping[str, Array]):
-    """Values that are read on access, so that they are not all in memory at once.
-
-    Args:
-        read: A function for each name that returns the value.
-    """
-
-    def __init__(self, read: Mapping[str, Callable[[], Array]]) -> None:
-        self._read = read
-
-    def __getitem__(self, name: str) -> Array:
-        return self._read[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._read
-
-    def joined(self, read: Mapping[str, Callable[[], Array]]) -> Values:
-        """Returns these values and others."""
-        return Values({**self._read, **read})
-
-    def without(self, names: Collection[str]) -> Values:
-        """Returns all values except some."""
-        return Values({name: read for name, read in self._read.items() if name not in names})
+            stored.pop(master, None)
+    return Values(found, stored)
 
 
 def copy_to_memory(

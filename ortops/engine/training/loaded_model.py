@@ -28,6 +28,7 @@ from ortops.engine.execution.onnxruntime_sessions import UpdateKernels
 from ortops.engine.execution.providers import CPU, choose_providers
 from ortops.engine.execution.settings import Settings
 from ortops.engine.execution.step import Step
+from ortops.engine.execution.values import Values
 from ortops.engine.trainable.initialization import initial_values
 from ortops.engine.trainable.metadata import (
     TrainingMetadata,
@@ -39,7 +40,6 @@ from ortops.engine.trainable.step_graph import flatten
 from ortops.engine.training.declared_shapes import DeclaredShapes
 from ortops.engine.training.feeds import Inputs
 from ortops.engine.training.initial_values import (
-    Values,
     computed,
     copy_to_memory,
     given_values,
@@ -538,15 +538,16 @@ class LoadedModel:
             (0, 0.0)
         """
         state = self.state
-        arrays = {name: functools.partial(self.given.__getitem__, name) for name in self.given}
+        anew: dict[str, Callable[[], Array]] = {}
         for number in self.loaded:
             found = run_uninterrupted(functools.partial(self.initial_values, number))
             for name, read in found.items():
                 if name in self.execution.variables:
-                    arrays[name] = functools.partial(_checked, state, name, read)
-        for read in arrays.values():
+                    anew[name] = functools.partial(_checked, state, name, read)
+        values = self.given.joined(anew)
+        for read in values.read.values():
             read()  # fails before anything is changed
-        self.assign(Values(arrays), steps_made=0)
+        self.assign(values, steps_made=0)
         self.resume_state.set(None)
 
     def parameters(self) -> dict[str, Array]:

@@ -82,6 +82,11 @@ class LightModel(NamedTuple):
             )
         return onnx.numpy_helper.to_array(tensor)
 
+    def stored(self, tensor: onnx.TensorProto) -> InFile | None:
+        """Returns the data of a tensor if they are in a file as they are in memory, else None."""
+        content = in_file(self.data.get(location_of(tensor)))
+        return content if content is not None and content.is_plain else None
+
     def set_array(self, tensor: onnx.TensorProto, array: Array) -> None:
         """Sets the value of a tensor of the model; detached data are not copied."""
         if is_light(tensor):
@@ -521,6 +526,11 @@ def _put_aside(data: Data) -> Data:
 
 
 def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    content = in_file(tensor)
+    if content is not None and content.is_plain:
+        array = np.empty(content.shape.numpy(), content.dtype.numpy())
+        content.fill(array)
+        return ir.Tensor(array, dtype=content.dtype)
     return ir.Tensor(_copied(tensor.numpy()), dtype=tensor.dtype)
 
 

@@ -6,8 +6,8 @@ message. The file stays open, so that the data can be read at any time, even if 
 replaced. There may be more files with external data than a process can open. Therefore, only the
 most recently read ones stay open, and the others are reopened when needed.
 
-A change of a file is detected by its identity (device, inode, size and time) when a tensor is read
-for the first time, and by the checksum of the data afterwards.
+A change of a file is detected by its identity (device, inode, size and time) whenever a tensor has
+been read. A checksum of the data would take as long as reading them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,7 +30,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops._common.numbers import Array
+from ortops._common.numbers import Array, overwrite
 from ortops.errors import ModelError
 from ortops.graph.files.atomic import remedy
 from ortops.graph.files.wire_format import (
@@ -54,6 +53,7 @@ try:
 except ImportError:  # Windows
     resource = None
 
+_PIECE = 2**18  # bytes that the cache of a core holds from being read to being copied
 _MOST = 2**31 - 2**16  # systems read less than 2 GB at a time; parts are in memory twice
 _MOST_FIELDS = 10**6  # protobuf is faster for a file with more fields
 _MOST_OPEN = 256  # files with external data; fewer if the system's limit is low
@@ -112,14 +112,14 @@ class HeldFile:
             ModelError: If it had to be reopened and has been replaced.
             OSError: If it cannot be read.
         """
-        parts: list[bytes] = []
+        return b"".join(self.pieces(begin, end, _MOST))
+
+    def pieces(self, begin: int, end: int, most: int) -> Iterator[bytes]:
+        """Yields what `read` returns, in pieces of at most so many bytes."""
         with self._descriptor() as descriptor:
-            while begin < end:
-                parts.append(os.pread(descriptor, min(end - begin, _MOST), begin))
-                if not parts[-1]:
-                    break
-                begin += len(parts[-1])
-        return b"".join(parts)
+            while begin < end and (piece := os.pread(descriptor, min(end - begin, most), begin)):
+                yield piece
+                begin += len(piece)
 
     def stay_open(self) -> None:
         """Keeps the descriptor open from now on, even if too many files are open.
@@ -277,11 +277,31 @@ class InFile(ir.LazyTensor):
         self, file: HeldFile, span: ByteSpan, tensor: onnx.TensorProto, *, ours: bool = False
     ) -> None:
         bare = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-        read = functools.partial(_read, file, span, bare, None if ours else [])
+        read = functools.partial(_read, file, span, bare, ours)
         kind = ir.DataType(tensor.data_type)
         super().__init__(read, kind, ir.Shape(tensor.dims), name=tensor.name)
         self.length = span.length
         self._file, self._span, self._ours = file, span, ours
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the data have the same bytes in the file as in memory."""
+        return self.dtype.bitwidth >= 8 and sys.byteorder == "little"
+
+    def fill(self, memory: Array) -> None:
+        """Reads the data into an array, if they are plain, without another copy of them.
+
+        Args:
+            memory: The array, of their type and shape and contiguous; if reading fails, some of it
+                may be overwritten.
+
+        Raises:
+            ModelError: If they cannot be read, or the file has been modified since it was opened.
+        """
+        flat, begin = memory.reshape(-1).view(np.uint8), 0
+        for piece in _pieces(self._file, self._span, self.name, self._ours, _PIECE):
+            overwrite(flat[begin : begin + len(piece)], np.frombuffer(piece, np.uint8))
+            begin += len(piece)
 
     def ends(self, length: int) -> tuple[bytes, bytes]:
         """Returns the first and the last bytes, without checking for changes.
@@ -329,18 +349,9 @@ class InFile(ir.LazyTensor):
 
 
 def _read(
-    file: HeldFile, span: ByteSpan, tensor: onnx.TensorProto, checksums: list[int] | None
+    file: HeldFile, span: ByteSpan, tensor: onnx.TensorProto, ours: bool
 ) -> ir.TensorProtocol:
-    is_same, found = True, 0
-    with _errors(file, tensor.name):
-        content = file.read(*span)
-        if checksums is not None:
-            found = zlib.crc32(content)
-            is_same = found == checksums[0] if checksums else file.is_as_opened()
-    if not is_same or len(content) != span.length:
-        raise _changed(file, tensor.name)
-    if checksums is not None and not checksums:
-        checksums.append(found)
+    content = b"".join(_pieces(file, span, tensor.name, ours, _MOST))
     kind = ir.DataType(tensor.data_type)
     if kind.bitwidth >= 8 and sys.byteorder == "little":
         array = np.frombuffer(content, kind.numpy()).reshape(tensor.dims)
@@ -349,6 +360,32 @@ def _read(
     whole.CopyFrom(tensor)
     whole.raw_data = content
     return ir.serde.deserialize_tensor(whole)
+
+
+def _pieces(
+    file: HeldFile,
+    span: ByteSpan,
+    name: str | None,
+    ours: bool,
+    most: int,
+) -> Iterator[bytes]:
+    """Yields the data of a tensor in pieces of at most so many bytes; fails if they have changed.
+
+    Args:
+        file: The file.
+        span: The span of the data.
+        name: The name of the tensor, for messages.
+        ours: Whether nobody else can change the file.
+        most: The size of a piece.
+    """
+    length = 0
+    with _errors(file, name):
+        for piece in file.pieces(*span, most):
+            length += len(piece)
+            yield piece
+        is_same = ours or file.is_as_opened()  # it was while they were read
+    if not is_same or length != span.length:
+        raise _changed(file, name)
 
 
 @contextlib.contextmanager
