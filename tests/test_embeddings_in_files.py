@@ -216,14 +216,18 @@ def test_a_missing_row_is_named(tmp_path: Path) -> None:
     assert session.steps_done == 0
 
 
-def test_what_stays_in_its_file_is_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_stays_in_its_file_is_logged_once_and_as_check_says_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = trainable(tmp_path)
     with caplog.at_level(logging.INFO, "ortops"):
-        session = ortops.TrainingSession(trainable(tmp_path), settings=IN_FILE)
+        session = ortops.TrainingSession(path, settings=IN_FILE)
         session.fit(batch(), epochs=2, validation=batch(), progress=False)
-    said = [each.getMessage() for each in caplog.records if "stays in its file" in each.msg]
+    said = [text for text in caplog.messages if "stays in its file" in text]
     assert [each.split("'")[1] for each in said] == ["table", "positions"]
+    small = functools.partial(Settings, looked_up=IN_FILE.looked_up)
+    monkeypatch.setattr(tables, "Settings", small)
+    assert {text.removeprefix("model: ") for text in said} <= {*check(path).said}
 
 
 def test_check_says_what_a_session_leaves_in_its_file(
@@ -246,7 +250,14 @@ def test_check_says_what_a_session_leaves_in_its_file(
 
 @pytest.mark.slow
 def test_check_says_what_stays_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = llama.write(tmp_path, bits=4)
+    base, walks = llama.write(tmp_path, bits=4), []
+    find = tables.tables_in_file
+
+    def walk(*arguments: Any) -> Any:
+        walks.append(find(*arguments))
+        return walks[-1]
+
+    monkeypatch.setattr(tables, "tables_in_file", walk)
     reports = []
     for settings in (IN_FILE, IN_MEMORY):
         monkeypatch.setattr(
@@ -256,6 +267,7 @@ def test_check_says_what_stays_in_its_file(tmp_path: Path, monkeypatch: pytest.M
     said = [[text for text in each.said if "stays in its file" in text] for each in reports]
     assert [text.split("'")[1] for text in said[0]] == [EMBEDDING]
     assert not said[1]
+    assert [[*found] for found in walks if found] == [[EMBEDDING]]  # it is looked for once
     less = reports[1].estimated.fixed - reports[0].estimated.fixed
     assert less == pytest.approx(2.4 * 4 * llama.WORDS * llama.HIDDEN)  # small weights are copied
 

@@ -582,7 +582,10 @@ def test_the_command(
     assert "validation_loss" in further.history[-1]
     capsys.readouterr()
     for command, message in (
-        ([*again, "--rank", "2"], "--rank: 'base0-tuned' already has an adapter; omit --rank"),
+        (
+            [*again, "--rank", "2"],
+            "--rank: 'base0-tuned' continues a training with its own",
+        ),
         ([*again, "--learning-rate", "cosine(1e-3)"], "--learning-rate must be a number"),
         ([*start, "--save", "rows.jsonl"], "--save must be a folder, got the file 'rows.jsonl'"),
         ([*start, "--save", str(base)], "has files that ortops did not write; give a new folder"),
@@ -911,7 +914,7 @@ def test_preferences_are_trained(shallow: Path, untrained: FineTuning, tmp_path:
     assert again.evaluate(PAIRS) == after
     with pytest.raises(FeedError, match="data: for DPO, each row must have chosen and rejected"):
         again.fit([{"text": "hi"}], progress=False)
-    with pytest.raises(FeedError, match=r"need loss=ortops.losses.DPO\(\)"):
+    with pytest.raises(FeedError, match=r"need loss='DPO' \(--loss DPO\)"):
         untrained.fit(PAIRS, progress=False)
 
 

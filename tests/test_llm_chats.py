@@ -218,6 +218,61 @@ def test_what_a_row_has_beside_its_messages(tmp_path: Path, here: None) -> None:
     assert chosen.labels.tolist() == example.labels.tolist()
 
 
+TAKEN = (
+    "{{ tools | tojson }}|{{ documents | tojson }}|{{ mood }}{% for m in messages %}"
+    "{{ '<s>' + m.role + ' ' + m.content + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant ' }}{% endif %}"
+)
+
+
+def test_a_prompt_has_what_a_row_has_beside_its_messages(
+    tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt is how the row begins that is trained."""
+    base = llama.write(tmp_path / "base")
+    (base / "chat_template.jinja").write_text(TAKEN)
+    tuning = FineTuning(base, 1)
+    found: list[list[int]] = []
+
+    def continued(tokens: list[int], *settings: Any) -> list[int]:
+        found.append(tokens)
+        return []
+
+    monkeypatch.setattr(tuning._server, "continued", continued)
+    chat, kinds = said("a", "b"), ("tools", "documents", "chat_template_kwargs")
+    columns = {name: [each[name] for each in chat[:1]] for name in ("role", "content")}
+    given = (TOOLS, [{"title": "t", "url": None}], {"mood": "calm"})
+    more = dict(zip(kinds, given, strict=True))
+    for some in ({}, more, *({name: more[name]} for name in kinds)):
+        (example,) = read_examples(
+            [{"messages": chat, **some}], lambda: tuning.tokenizer, "assistant", 999
+        )
+        before = example.tokens[: int(example.trained.argmax())].tolist()
+        none = dict.fromkeys(kinds)
+        prompts: Any = (chat[:1], tuple(chat[:1]), np.array(chat[:1]), columns)
+        for prompt in prompts:
+            tuning.generate(prompt, **{**none, **some})
+        tuning.generate(
+            chat[:1], **{n: json.dumps(v) if n != kinds[2] else v for n, v in some.items()}
+        )
+        assert found == [before] * 5, some
+        found.clear()
+    with all_violations() as check:
+        for prompt, some, message in (
+            ("a", {"tools": TOOLS}, "tools need a chat, got 'a'"),
+            ([65], {"documents": [], "tools": []}, "tools and documents need a chat, got .65"),
+            (chat, {"tools": ["f"]}, "tools must be a list of dicts, got .'f'"),
+            (chat, {"tools": TOOLS[0]}, "tools must be a list of dicts, got .'type': "),
+            (chat, {"chat_template_kwargs": ["x"]}, "chat_template_kwargs must be names"),
+            (chat, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs must be"),
+        ):
+            with check(some), pytest.raises(ortops.ArgumentError, match=message):
+                tuning.generate(prompt, **some)
+            if prompt is chat:
+                with check(("row", some)), pytest.raises(ortops.FeedError, match=message):
+                    tuning.fit([{"messages": chat, **some}], progress=False)
+
+
 def test_contents_in_parts(tmp_path: Path, here: None) -> None:
     parts = [{"type": "text", "text": "a", "image": None}, {"text": "b"}]
     text = "{% for m in messages %}{{ '<s>' + m.content + '</s>' }}{% endfor %}"

@@ -14,12 +14,14 @@ import pytest
 from encoder_folders import encoder, tokenizer, write
 from violations import all_violations
 
+import ortops
 from ortops import docs
 from ortops.cli import main
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError, UnsupportedError
 from ortops.llm import FineTuning
 from ortops.llm.checking import check_folder
 from ortops.llm.encoder_rows import labels_in
+from ortops.llm.options import TASKS
 from ortops.optimizers import SGD
 
 pytestmark = [pytest.mark.torch]
@@ -355,6 +357,39 @@ def test_the_commands_of_the_page(tmp_path: Path, capsys: Any, monkeypatch: Any)
     assert names[str(served.run(["logits"], given)[0][0].argmax())] == "good"
 
 
+@pytest.mark.slow
+def test_wrong_data_and_options_on_the_command_line(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(encoder("BertModel"), Path("plain"))
+    write(encoder(BERT, id2label=dict(enumerate(CLASSES))), Path("classifier"))
+    for name, text in (
+        ("none.jsonl", ""),
+        ("none.json", "[]"),
+        ("none.csv", "text,label\n"),
+        ("one.csv", "text\ngood\n"),
+        ("pairs.csv", "sentence1,sentence2,label\ngood film,nice,good\nbad,awful,bad\n"),
+    ):
+        Path(name).write_text(text)
+    empty = "there are no rows; give at least one"
+    with all_violations() as check:
+        for words, message in (
+            ("plain none.jsonl --task classification", f"data 'none.jsonl': {empty}"),
+            ("plain none.json --task classification", f"data 'none.json': {empty}"),
+            ("classifier none.json --task classification", f"data 'none.json': {empty}"),
+            ("plain none.csv --task classification", f"data 'none.csv': {empty}"),
+            ("plain one.csv --task classification", "data 'one.csv': row 1 must have label"),
+            ("plain one.csv --task retrieval --label-smoothing 0.1", "smoothing: InfoNCE has none"),
+            ("plain one.csv --task retrieval --loss Triplet --beta 1", "--beta: Triplet has none"),
+            ("plain one.csv --task retrieval --beta 1", "InfoNCE has none; give --loss DPO"),
+            ("classifier pairs.csv --task pairs --label-smoothing 0.1", "wrote tuned"),
+        ):
+            with check(words):
+                main(["tune", *words.split(), "--save", "tuned"])
+                assert message in capsys.readouterr().err
+
+
 def test_classes_in_data() -> None:
     cases = [
         ([2, 10, "1", 2.0], ["1", "2", "10"]),
@@ -408,6 +443,43 @@ def test_a_check_says_what_a_decoder_cannot_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_check_says_that_an_encoder_of_integers_is_not_tuned(tmp_path: Path) -> None:
+    from onnxruntime.quantization import quantize_dynamic
+
+    model = encoder(BERT, id2label=dict(enumerate(CLASSES)))
+    folder = write(model, tmp_path / "base")
+    quantize_dynamic(folder / "model.onnx", folder / "model.onnx")
+    found = check_folder(folder)
+    assert not found.tasks
+    assert [each.split(":")[0] for each in found.problems] == [
+        "not for classification",
+        "not for pairs",
+    ]
+    assert str(found).startswith("text encoder model.onnx\n")
+    assert "\nproblems: 2\n" in str(found)
+
+
+@pytest.mark.slow
+def test_a_classifier_of_tokens_is_refused_with_the_call_that_trains_it(tmp_path: Path) -> None:
+    folder = write(encoder("BertForTokenClassification", id2label={0: "a", 1: "b"}), tmp_path)
+    call = r"train it with ortops.build_training_model\((.*)\)$"
+    found = set()
+    for given in ({}, *({"task": task} for task in TASKS), {**CLASSIFY, "labels": CLASSES}):
+        with pytest.raises(ModelError, match=call) as raised:
+            FineTuning(folder, 2, **given)
+        found |= {re.search(call, str(raised.value))[1]}
+    (problem,) = check_folder(folder).problems
+    assert found == {re.search(call, problem)[1]}
+    names = {"ortops": ortops, "file": folder / "model.onnx"}
+    session = ortops.TrainingSession(eval(f"ortops.build_training_model({found.pop()})", names))
+    tokens = np.array([[2, 4, 9, 3]])
+    data = {"input_ids": tokens, "attention_mask": tokens**0, "token_type_ids": 0 * tokens}
+    data["labels"] = np.array([[-100, 0, 1, -100]])
+    losses = [float(session.step(data)["loss"]) for _ in range(99)]
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_a_classifier_in_float16(training: bool, tmp_path: Path) -> None:
     import torch
@@ -434,6 +506,9 @@ def test_a_classifier_in_float16(training: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_wrong_rows_arguments_and_models_are_refused(tmp_path: Path) -> None:
+    from onnxruntime.quantization import quantize_dynamic
+
+    integers = "is INT8, read by MatMulInteger node .*: give the folder in floating point"
     encoders = {
         "plain": write(encoder("BertModel"), tmp_path / "plain"),
         "classifier": write(
@@ -441,7 +516,10 @@ def test_wrong_rows_arguments_and_models_are_refused(tmp_path: Path) -> None:
             tmp_path / "classifier",
         ),
         "unmasked": write(encoder("BertModel"), tmp_path / "unmasked"),
+        "distil": write(encoder("DistilBertForSequenceClassification"), tmp_path / "distil"),
+        "integers": write(encoder("BertModel"), tmp_path / "integers"),
     }
+    quantize_dynamic(tmp_path / "plain/model.onnx", tmp_path / "integers/model.onnx")
     for name, file, content in (
         ("wrong", "modules.json", "3"),
         ("last", "1_Pooling/config.json", '{"pooling_mode_lasttoken": true}'),
@@ -456,6 +534,10 @@ def test_wrong_rows_arguments_and_models_are_refused(tmp_path: Path) -> None:
         for folder, arguments, message in (
             ("plain", {}, "is not a language model: it is an encoder.*task="),
             ("plain", {"task": "nothing"}, "task must be"),
+            ("distil", {}, "is not a language model: it has no logits of each token.*task="),
+            ("integers", {"task": "retrieval"}, integers),
+            ("integers", {"task": "pairs"}, integers),
+            ("integers", {**CLASSIFY, "labels": CLASSES}, integers),
             ("plain", {"task": "classification"}, "labels must be the names"),
             ("plain", {"task": "retrieval", "labels": ["a", "b"]}, "labels must be left out"),
             ("plain", {"task": "classification", "labels": ["a"]}, "at least 2 classes"),
@@ -479,6 +561,7 @@ def test_wrong_rows_arguments_and_models_are_refused(tmp_path: Path) -> None:
         stars = FineTuning(encoders["plain"], 2, **ratings)
         scores = FineTuning(encoders["plain"], 2, task="pairs")
         answers = FineTuning(encoders["plain"], 2, task="retrieval", loss="Triplet")
+        nearest = FineTuning(encoders["plain"], 2, task="retrieval")
         for tuning, row, message in (
             (classifier, {"text": "good"}, "must have text.*label"),
             (classifier, {"text": "good", "label": "ugly"}, "must be one of 'bad', 'good'"),
@@ -492,7 +575,14 @@ def test_wrong_rows_arguments_and_models_are_refused(tmp_path: Path) -> None:
             (classifier, "good", "must have text"),
             (scores, {"sentence1": "good", "score": 1}, "must have sentence1"),
             (scores, {"sentence1": "a", "sentence2": "b", "score": 4}, "from -1 to 1, got 4"),
-            (scores, {"sentence1": "a", "sentence2": "b", "score": float("nan")}, "got nan"),
+            (scores, {"sentence1": "a", "sentence2": "b", "score": float("nan")}, "got nan; leave"),
+            (scores, {"sentence1": "a", "sentence2": "b"}, "'score'"),
+            (
+                nearest,
+                {"anchor": "a", "positive": "b", "score": 0},
+                "score must be left out.*got 0",
+            ),
+            (nearest, {"premise": "a", "hypothesis": "b", "label": 2}, "label must be left out"),
             (answers, {"anchor": "good", "positive": "bad"}, "negative"),
         ):
             with check(row), pytest.raises(FeedError, match=message):

@@ -370,6 +370,10 @@ def test_all_weights_are_refused_with_what_needs_an_adapter(
     ):
         with pytest.raises(ArgumentError, match=re.escape(message)):
             FineTuning(folder, None, **given)
+    for loss in ("InfoNCE", "Triplet", "nothing", ortops.losses.SoftmaxCrossEntropy()):
+        message = r"loss must be NextToken or DPO of .*Triplet need task='retrieval'\), got "
+        with pytest.raises(ArgumentError, match=message + re.escape(f"{loss!r:.80}")):
+            FineTuning(folder, 1, loss=loss)
     base = llama.write(tmp_path / "int4", bits=4, layers=1)
     with pytest.raises(ortops.UnsupportedError, match=r"but '.*' is UINT8, read by MatMulNBits"):
         FineTuning(base, None)

@@ -77,6 +77,16 @@ def test_a_language_model_is_not(tmp_path: Path) -> None:
     assert FineTuning(tmp_path, 2, targets=["hidden"]).fit(ROWS, progress=False)
 
 
+def test_a_model_with_logits_of_another_name_is_told_its_outputs(tmp_path: Path) -> None:
+    model = onnx.load(write(tmp_path) / "model.onnx")
+    for node in model.graph.node:
+        node.output[:] = ["scores" if name == "logits" else name for name in node.output]
+    model.graph.output[0].name = "scores"
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=r"the model has no tensor 'logits'.*outputs are 'scores'"):
+        FineTuning(tmp_path, 2, targets=["hidden"])
+
+
 def test_speech_is_refused(tmp_path: Path) -> None:
     with Tape(name="speech") as tape:
         x = tape.input("input_values", np.float32, ["batch", "time"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import ortops
 from models import llama
 from ortops.cli import main
 
@@ -40,7 +41,7 @@ def printed(words: list[str], monkeypatch: Any) -> str:
 def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     llama.write("tiny-llama")
-    (code,), (template,) = blocks("py"), blocks("jinja")
+    (code,), (template,), (prompt,) = blocks("py"), blocks("jinja"), blocks("python")
     Path("serve.py").write_text(code)
     Path("tiny-llama/chat_template.jinja").write_text(template)
     for name, rows in zip(("tools", "replies", "pairs"), blocks("json"), strict=True):
@@ -59,3 +60,4 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: Any) -> None:
         losses = iter(float(each) for each in NUMBERS.findall(found))
         for each in NUMBERS.findall(said):  # rounding differs between processors
             assert any(abs(loss - float(each)) < 0.05 * float(each) for loss in losses), call
+    exec(prompt, {"ortops": ortops})

@@ -437,6 +437,18 @@ def test_a_seed_gives_the_same_numbers() -> None:
     assert (values(one)["fc1.lora_A.weight"] != values(other)["fc1.lora_A.weight"]).any()
 
 
+def test_a_rank_above_all_sizes_is_noted(caplog: pytest.LogCaptureFixture) -> None:
+    model = two_layers()
+    shapes = {tensor.name: tensor.dims for tensor in model.graph.initializer}
+    largest = max(min(shape) for shape in shapes.values() if len(shape) == 2)
+    with caplog.at_level(logging.INFO, "ortops"):
+        for rank in (largest, largest + 1):
+            assert not [text for text in caplog.messages if "no layer is larger" in text]
+            lora.add(model, rank=rank)
+    (said,) = [text for text in caplog.messages if "no layer is larger" in text]
+    assert f"rank={largest + 1}: no layer is larger than {largest}," in said
+
+
 def test_ranks_and_alphas_of_layers() -> None:
     model = lora.add(two_layers(), rank_pattern={"fc2": 2}, alpha_pattern={"^fc[1]": 5}, alpha=3)
     sizes = {name: array.shape for name, array in values(model).items() if ".lora_" in name}

@@ -8,8 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from violations import all_violations
 
-from ortops import ArgumentError, Tape, TrainingSession, build_training_model, losses, op
+from ortops import (
+    ArgumentError,
+    OrtopsError,
+    Tape,
+    TrainingSession,
+    build_training_model,
+    losses,
+    op,
+)
 from ortops.callbacks import EarlyStopping
 from ortops.metrics import METRICS, Accuracy, ConfusionMatrix, MeanSquaredError, resolve
 
@@ -165,6 +174,30 @@ def test_one_head_with_two_targets() -> None:
 def test_names_that_meet() -> None:
     with pytest.raises(ArgumentError, match="'accuracy_b': this is also the name of another"):
         measured("a", "b", metrics=["accuracy", Accuracy(output="b")])
+
+
+def test_an_unknown_output_is_answered_with_names_of_the_model() -> None:
+    """Whatever is known of targets: the name is what is wrong."""
+    own = session("a", "number")
+    data = {name: value for name, value in DATA.items() if name in own.inputs}
+    calls: Any = (
+        lambda metrics: own.evaluate(data, metrics=metrics),
+        lambda metrics: own.fit(data, validation=data, metrics=metrics, progress=False),
+        lambda metrics: own.fit(data, metrics=metrics, train_metrics=True, progress=False),
+    )
+    with all_violations() as check:
+        for metrics, hint in (
+            ({"numbr": "mse"}, "'numbr'; did you mean 'number'?"),
+            ({"??": ["acc"]}, "'??'; known names: 'a', 'b', 'yes', 'number', 'share'"),
+            ([Accuracy(output="numbr")], "'numbr'; did you mean 'number'?"),
+            ([Accuracy(output="numbr", target="l")], "'numbr'; did you mean 'number'?"),
+        ):
+            for number, call in enumerate(calls):
+                with check((metrics, number)), pytest.raises(OrtopsError) as raised:
+                    call(metrics)
+                with check((metrics, number)):
+                    assert f"the model has no tensor {hint}" in str(raised.value)
+    assert own.steps_done == 0
 
 
 def test_fit_and_what_is_monitored(tmp_path: Path) -> None:

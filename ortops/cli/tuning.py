@@ -23,6 +23,7 @@ from ortops.llm import FineTuning
 from ortops.llm.encoder_rows import labels_in
 from ortops.llm.encoders import has_classes
 from ortops.llm.options import OF_LOSS, SHARED_FIT, TUNING, TUNING_FIT
+from ortops.llm.row_files import of_path
 from ortops.llm.saving import ADAPTER, TRAINING, UNFINISHED, is_unfinished
 from ortops.llm.tuning import optimizer_of
 
@@ -79,8 +80,8 @@ def _opened(
         if name not in again:
             option = f"--{name.replace('_', '-')}"
             raise OrtopsError(
-                f"{option}: '{folder}' already has an adapter; omit {option}, or start "
-                "from the original folder"
+                f"{option}: '{folder}' continues a training with its own; omit {option}, or "
+                "start from the original folder"
             )
     tuning = FineTuning.load(folder, options.recompute, providers=options.providers)
     if rate is not None and not resumes:
@@ -97,7 +98,8 @@ def _labels(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the names of the classes in the data, if a classifier of texts has none yet."""
     if options.task != "classification" or options.labels or has_classes(options.folder):
         return {}
-    return {"labels": labels_in(options.data, _given_fit(options).get("columns"))}
+    with of_path(options.data):
+        return {"labels": labels_in(options.data, _given_fit(options).get("columns"))}
 
 
 def _given(options: argparse.Namespace, table: Mapping[str, Option]) -> dict[str, Any]:
@@ -108,11 +110,13 @@ def _given(options: argparse.Namespace, table: Mapping[str, Option]) -> dict[str
 
 def _loss(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the loss, if it has arguments."""
-    default = "SoftmaxCrossEntropy" if options.task == "classification" else "NextToken"
-    own, name = _given(options, OF_LOSS), options.loss or default
-    if options.beta is not None and name != "DPO":
-        raise OrtopsError("--beta: only DPO has it; give --loss DPO, or omit --beta")
-    return {"loss": getattr(losses, name)(**own)} if own else {}
+    defaults = {None: "NextToken", "retrieval": "InfoNCE"}
+    name = options.loss or defaults.get(options.task, "SoftmaxCrossEntropy")
+    own, kind = _given(options, OF_LOSS), getattr(losses, name)
+    for each in own.keys() - {field.name for field in fields(kind)}:
+        option, remedy = f"--{each.replace('_', '-')}", "give --loss DPO, or " * (each == "beta")
+        raise OrtopsError(f"{option}: {name} has none; {remedy}omit {option}")
+    return {"loss": kind(**own)} if own else {}
 
 
 def _with_optimizer(given: dict[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,8 @@ and must be those of the example alone.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import os
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -23,11 +21,11 @@ from ortops.engine.training.feeds import Inputs
 from ortops.engine.training.row_data import Division, grouped
 from ortops.engine.training.session import TrainingSession
 from ortops.engine.training.validation_split import hold_out
-from ortops.errors import ArgumentError, FeedError, ModelError, UnsupportedError
+from ortops.errors import ArgumentError, ModelError, UnsupportedError
 from ortops.llm.examples import IGNORED, TRAIN_ON, Example, Units, batch_of, example_of
 from ortops.llm.folder import graph_of
-from ortops.llm.graphs import no_language_model
-from ortops.llm.row_files import Columns, Rows
+from ortops.llm.graphs import refusal
+from ortops.llm.row_files import Columns, Rows, of_path
 from ortops.llm.row_kinds import RowKind
 
 Logits: TypeAlias = Callable[[Example], npt.NDArray[np.floating]]
@@ -81,7 +79,7 @@ class Batches:
             FeedError: If a row has another form, or there is no token to train.
         """
         checked = self._checked(*settings)
-        with _of_path(data):
+        with of_path(data):
             return self.kind.read(data, *checked)
 
     def stream(
@@ -222,7 +220,8 @@ class Batches:
             ModelError: If the logits of a token depend on a later one.
         """
         if self._sees_later(session, self._folder.logits):
-            raise no_language_model(self._folder, "a token sees later ones, as in a masked model")
+            why = "not a language model: a token sees later ones, as in a masked model"
+            raise refusal(self._folder, why)
 
     def refuse_blindness(self, session: TrainingSession, hidden: str) -> None:
         """Rejects a model whose first token represents the text but does not attend to the others.
@@ -276,18 +275,6 @@ def check_stream(refused: Mapping[str, bool], max_steps: int | None, validation:
         raise ArgumentError(f"max_steps must be given {what}; or give a list")
     if isinstance(validation, int | float):
         raise ArgumentError(f"validation must be rows or a file {what}, got {validation!r}")
-
-
-@contextlib.contextmanager
-def _of_path(data: Rows) -> Iterator[None]:
-    """Names the file in errors of its rows."""
-    try:
-        yield
-    except FeedError as error:
-        where, _, why = str(error).partition(": ")
-        if where != "data" or not isinstance(data, str | os.PathLike):
-            raise
-        raise FeedError(f"data '{os.fspath(data)}': {why}") from error
 
 
 def packed(lengths: Sequence[int] | npt.NDArray[np.int64], length: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ class Report:
         model: The file of the model, relative to it.
         caches: The inputs with keys and values of earlier tokens; they are empty in training.
         inputs: The other inputs.
-        loss: The loss.
+        loss: The loss; empty for a text encoder.
         layers: The number of layers that get an adapter by default, by the end of their names.
         adapter_size: The number of values of an adapter of rank 8 on these layers.
         weights: The number of floating-point values in weights, adapters apart.
@@ -163,10 +163,12 @@ class Report:
     def __str__(self) -> str:
         floats = f"weights: {self.weights:,} floating-point values"
         weights = f"{floats}, {self.quantized} quantized matrices"
-        if self.tasks:
+        problems = [f"problems: {len(self.problems)}", *(f"  {each}" for each in self.problems)]
+        if not self.loss:
             ready = f"no problems: ready for ortops tune --task {' or '.join(self.tasks)}"
             inputs = f"inputs: {', '.join(self.inputs)}"
-            return text_of([f"text encoder {self.model}", inputs, weights, *self.said, ready])
+            end = [ready] if self.tasks else problems
+            return text_of([f"text encoder {self.model}", inputs, weights, *self.said, *end])
         shown = f"{self.caches[0]} … {self.caches[-1]}" if self.caches else "none"
         layers = ", ".join(f"{name} × {count}" for name, count in self.layers.items())
         lines = [
@@ -182,7 +184,7 @@ class Report:
         needs = [each for each in (self.estimated, self.measured, self.served) if each is not None]
         lines += [line for each in needs for line in str(each).splitlines()]
         if self.problems:
-            lines += [f"problems: {len(self.problems)}", *(f"  {each}" for each in self.problems)]
+            lines += problems
         elif self.served is None:
             lines.append("no problems: ready for ortops tune")
         return text_of(lines)
@@ -216,7 +218,8 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
     folder = open_folder(path)
     light = load_light(folder.model)
     work = to_ir(light)
-    report = _described(folder, light, work)
+    left = tables.left_in_file(light)
+    report = _described(folder, light, work, left)
     if measured is not None and adapter_of(light.proto.metadata_props) is not None:
         try:
             with quiet():
@@ -247,7 +250,7 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
         report.said.append(str(error))
     result = replace(report, adapter_size=_RANK * sum(sum(target.sizes) for target in found))
     if measured is None and not result.problems:
-        result = _estimated(result, folder, light, work, found)
+        result = _estimated(result, folder, work, words_of(light, folder), found, left)
     if measured is None or result.problems:
         return result
     try:
@@ -258,7 +261,9 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
         return result
 
 
-def _described(folder: Folder, light: LightModel, work: ir.Model) -> Report:
+def _described(
+    folder: Folder, light: LightModel, work: ir.Model, left: Mapping[str, int]
+) -> Report:
     """Returns what a report says of the file, without training."""
     graph = work.graph
     names = [value.name or "" for value in graph.inputs if not value.is_initializer()]
@@ -281,19 +286,24 @@ def _described(folder: Folder, light: LightModel, work: ir.Model) -> Report:
         report.said.append(
             "without an adapter, only normalizations would be trained: all matrices are quantized"
         )
-    report.said.extend(tables.said(tables.left_in_file(light)))
+    report.said.extend(tables.said(left))
     if is_pruned(light):
         report.said.append("the file computes the logits of the last token only; tuning, of all")
     return report
 
 
 def _estimated(
-    report: Report, folder: Folder, light: LightModel, work: ir.Model, found: Sequence[Target]
+    report: Report,
+    folder: Folder,
+    work: ir.Model,
+    words: int | None,
+    found: Sequence[Target],
+    left: Mapping[str, int],
 ) -> Report:
     """Returns a report with what a step needs, or why it is not estimated."""
     heads = (folder.genai.get("decoder") or folder.config).get("num_attention_heads")
     attention = attention_of(work.graph, heads if isinstance(heads, int) else None)
-    words, context = words_of(light, folder), folder.context_length or 2**31
+    context = folder.context_length or 2**31
     if folder.parts or not words:
         attention = "the model has an encoder" if folder.parts else "its vocabulary is not known"
     if isinstance(attention, str):
@@ -301,7 +311,7 @@ def _estimated(
         return report
     assert words
     tensors = [v.const_value for v in work.graph.initializers.values() if v.const_value]
-    weights = sum(tensor.nbytes for tensor in tensors), sum(tables.left_in_file(light).values())
+    weights = sum(tensor.nbytes for tensor in tensors), sum(left.values())
     shape = _BATCH[0], min(_BATCH[1], context), context
     counted = forecast([t.sizes for t in found], attention, weights, words, shape)
     return replace(report, estimated=counted)
@@ -309,17 +319,22 @@ def _estimated(
 
 def _of_encoder(folder: Folder, light: LightModel, report: Report) -> Report:
     """Returns the report of a text encoder without the tasks that a computation rules out."""
+    refused = []
     for task in list(report.tasks):
         labels = ["0", "1"] if task == "classification" else None
         given: dict[str, Any] = {"task": task, "labels": labels}
         try:
-            if first_of(folder, light, encoder_of(folder, light, {**given, "loss": None})):
+            encoder = encoder_of(folder, light, {**given, "loss": None})
+            if report.quantized or first_of(folder, light, encoder):
                 with quiet():
                     FineTuning(folder.model, rank=1, **given)  # which computes it
         except OrtopsError as error:
             report.tasks.remove(task)
-            report.said.append(f"not for {task}: {error}")
-    return report if report.tasks else replace(report, problems=report.said, said=[])
+            refused.append(f"not for {task}: {error}")
+    if not report.tasks:
+        return replace(report, problems=refused)
+    report.said.extend(refused)
+    return report
 
 
 def _count(value: ir.Value) -> int:

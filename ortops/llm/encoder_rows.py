@@ -16,7 +16,7 @@ from ortops.errors import ArgumentError, FeedError
 from ortops.llm.encoders import PLACES, Encoder, longest_of
 from ortops.llm.examples import Reading
 from ortops.llm.row_files import Columns, Rows, prepared, rows_of
-from ortops.llm.row_kinds import RowKind
+from ortops.llm.row_kinds import NO_ROWS, RowKind
 from ortops.llm.sequence_pairs import padded
 
 FIRST = ("text", "sentence", "sentence1", "anchor", "query", "question", "premise")
@@ -94,15 +94,25 @@ class Texts(RowKind):
     def _target(self, row: Mapping[str, Any], number: int) -> float:
         """Returns the class or the score of a row."""
         if self._encoder.has_scores:
-            score = row["score"] if "score" in row else row["label"]
-            score = float(score)
+            score = float(row["label" if "label" in row and "score" not in row else "score"])
             if not -1 <= score <= 1:
+                remedy = "divide the scores by the largest one"
+                remedy = remedy if math.isfinite(score) else "leave the row out"
                 raise FeedError(
                     f"data: row {number}: score must be a similarity from -1 to 1, got {score:g}; "
-                    "divide the scores by the largest one"
+                    f"{remedy}"
                 )
             return score
-        return 0 if self._encoder.compares else self._class(row["label"], number)
+        if not self._encoder.compares:
+            return self._class(row["label"], number)
+        for name in ("score", "label"):
+            if name in row:
+                raise FeedError(
+                    f"data: row {number}: {name} must be left out, as each positive is taken as "
+                    f"the answer to its anchor, got {row[name]!r:.40}; use task='pairs', or give "
+                    "columns="
+                )
+        return 0
 
     def _class(self, label: Any, number: int) -> int:
         """Returns the number of a class, by its name, or by itself if names are no numbers."""
@@ -166,6 +176,8 @@ def labels_in(data: Rows, columns: Columns = None) -> list[str]:
         if not isinstance(row, Mapping) or "label" not in row:
             raise FeedError(f"data: row {number} must have label, got {row!r:.80}")
         found[label_name(row["label"], number)] = None
+    if not found:
+        raise FeedError(NO_ROWS)
     numbers = [_number(name) for name in found]
     if all(each is not None for each in numbers):
         names = sorted(found, key=lambda name: _number(name) or 0)

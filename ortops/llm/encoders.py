@@ -26,6 +26,7 @@ from ortops.graph.files.opening import file_in_folder, read_regular
 from ortops.graph.names import Names
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.llm.folder import Folder, graph_of, open_folder
+from ortops.llm.graphs import EMBEDDING, HIDDEN, refusal
 from ortops.llm.options import TASKS
 from ortops.losses import InfoNCE, Loss, SoftmaxCrossEntropy, Triplet
 from ortops.losses.similarity import unit
@@ -93,6 +94,8 @@ def encoder_of(folder: Folder, model: LightModel, given: Mapping[str, Any]) -> E
             "export it with an example that has padding"
         )
     ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in graph.output}
+    if EMBEDDING not in ranks and [name for name in ranks if ranks[name] == 3] == ["logits"]:
+        raise refusal(folder, "not an encoder of whole texts: its logits are those of tokens")
     task, names = given["task"], given["labels"]
     if task == "classification" or (task == "pairs" and ranks.get("logits") == 2):
         if not names and ranks.get("logits") != 2:
@@ -105,14 +108,14 @@ def encoder_of(folder: Folder, model: LightModel, given: Mapping[str, Any]) -> E
         return Encoder(task, _labels(folder, graph, names), 0, "logits")
     if names:
         raise ArgumentError(f"labels must be left out for task='{task}', got {names!r:.80}")
-    output = "sentence_embedding" if "sentence_embedding" in ranks else _hidden(folder, ranks)
+    output = EMBEDDING if EMBEDDING in ranks else _hidden(folder, ranks)
     return Encoder(task, (), 3 if _is_triplet(given["loss"]) else 2, output)
 
 
 def _hidden(folder: Folder, ranks: Mapping[str, int]) -> str:
     """Returns the output with the hidden states of tokens."""
     found = [name for name, rank in ranks.items() if rank == 3 and name != "logits"]
-    known = [name for name in found if name in ("last_hidden_state", "token_embeddings")]
+    known = [name for name in found if name in HIDDEN]
     if len(known or found) != 1 or not (known or found)[0].isidentifier():
         raise ModelError(
             f"'{folder.model}' has no embeddings: an output 'sentence_embedding' [batch, size] or "
@@ -151,7 +154,7 @@ def _labels(folder: Folder, graph: Any, given: Sequence[str] | None) -> tuple[st
 def first_of(folder: Folder, model: LightModel, encoder: Encoder) -> str | None:
     """Returns the output with hidden states if the first token's represents the text, else None."""
     ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in model.proto.graph.output}
-    if ranks.get("logits") == 2 if encoder.labels else encoder.output == "sentence_embedding":
+    if ranks.get("logits") == 2 if encoder.labels else encoder.output == EMBEDDING:
         return None
     is_first = _pooling(folder, "cls" if encoder.labels else "mean") == "cls"
     return _hidden(folder, ranks) if is_first else None
@@ -344,7 +347,7 @@ def loss_of(folder: Folder, encoder: Encoder, given: object) -> tuple[Any, dict[
 def _of_embeddings(folder: Folder, encoder: Encoder, loss: Loss, inputs: Mapping[str, Any]) -> Any:
     """Returns a function that computes the loss of compared texts."""
     pooling = _pooling(folder, "mean")
-    is_pooled = encoder.output == "sentence_embedding"
+    is_pooled = encoder.output == EMBEDDING
     is_unit = _is_normalized(folder) and not is_pooled
 
     def computed(**tensors: Tensor) -> Any:

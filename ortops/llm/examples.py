@@ -295,7 +295,10 @@ def template_settings(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(more, Mapping) or {"messages", "add_generation_prompt"} & set(more):
         raise ValueError("chat_template_kwargs must be names of the template and their values")
     for name, value in found.items():
-        found[name] = [dict(e) for e in (read_json(value) if isinstance(value, str) else value)]
+        rows = [*(read_json(value) if isinstance(value, str) else value)]
+        if not all(isinstance(each, Mapping) for each in rows):
+            raise TypeError(f"{name} must be a list of dicts, got {value!r:.80}")
+        found[name] = [dict(each) for each in rows]
     return found | {name: value for name, value in more.items() if value is not None}
 
 

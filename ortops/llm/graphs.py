@@ -18,6 +18,10 @@ from ortops.graph.files.external import LightModel
 from ortops.llm.folder import Folder
 
 _KINDS = ("MoE", "QMoE")
+_NOT = "not a language model: "
+
+HIDDEN, EMBEDDING = ("last_hidden_state", "token_embeddings"), "sentence_embedding"
+"""The outputs of text encoders: hidden states of tokens, and the embedding of a text."""
 _LAYER = re.compile(r"layers?[./](\d+)")
 
 
@@ -123,11 +127,11 @@ def _set_length(graph: onnx.GraphProto, length: int | None) -> None:
     del graph.value_info[:]
 
 
-def no_language_model(folder: Folder, why: str, loss: str = "SoftmaxCrossEntropy") -> ModelError:
-    """Returns the refusal of a model that predicts no next tokens, with the call that trains it."""
+def refusal(folder: Folder, why: str, loss: str = "SoftmaxCrossEntropy") -> ModelError:
+    """Returns the refusal of a model that `FineTuning` does not train, with the call that does."""
     form = "batch_first=True" if loss == "CTC" else "axis=-1, ignore_index=-100"
     return ModelError(
-        f"'{folder.model}' is not a language model: {why}; train it with "
+        f"'{folder.model}' is {why}; train it with "
         f"ortops.build_training_model(file, loss=ortops.losses.{loss}({form}), optimizer='AdamW')"
     )
 
@@ -143,19 +147,28 @@ def refuse_others(model: onnx.ModelProto, folder: Folder) -> None:
     inputs = [value.name for value in graph.input if value.name not in sizes]
     if ids not in inputs:
         loss = "CTC" if "input_values" in inputs else "SoftmaxCrossEntropy"
-        raise no_language_model(folder, f"it has no input '{ids}', but {', '.join(inputs)}", loss)
-    if "token_type_ids" in inputs:
-        error = no_language_model(folder, "it is an encoder, with an input 'token_type_ids'")
-        raise ModelError(f"{error}, or as a text encoder with task='classification' or another")
+        raise refusal(folder, f"{_NOT}it has no input '{ids}', but {', '.join(inputs)}", loss)
     logits = next((each for each in graph.output if each.name == folder.logits), None)
     dims = [] if logits is None else logits.type.tensor_type.shape.dim
+    is_encoder = "token_type_ids" in inputs
+    what = "it is an encoder, with an input 'token_type_ids'"
+    outputs = {each.name for each in graph.output}
+    cached = any(name.startswith("past") for name in inputs)
+    if len(dims) == 2 or (logits is None and not cached and outputs & {*HIDDEN, EMBEDDING}):
+        what = what if is_encoder else "it has no logits of each token"
+        raise ModelError(
+            f"'{folder.model}' is {_NOT}{what}; tune it as a text encoder with "
+            "task='classification' or another"
+        )
+    if is_encoder:
+        raise refusal(folder, _NOT + what)
     tables = [
         node.input[0] for node in graph.node if node.op_type == "Gather" and ids in node.input
     ]
     known = max((sizes[name][0] for name in tables if sizes.get(name)), default=0)
     if dims and 0 < dims[-1].dim_value < known / 2:
         what = f"it has {dims[-1].dim_value} classes, and {known} tokens"
-        raise no_language_model(folder, what)
+        raise refusal(folder, _NOT + what)
 
 
 def may_see_later_tokens(model: onnx.ModelProto) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -100,6 +101,18 @@ def rows_of(rows: Rows) -> Iterable[Any]:
     return _joined([_of_file(file) for file in files])
 
 
+@contextlib.contextmanager
+def of_path(data: Rows) -> Iterator[None]:
+    """Names the file in errors of its rows."""
+    try:
+        yield
+    except FeedError as error:
+        where, _, why = str(error).partition(": ")
+        if where != "data" or not isinstance(data, str | os.PathLike):
+            raise
+        raise FeedError(f"data '{os.fspath(data)}': {why}") from error
+
+
 def _joined(parts: Sequence[FileRows]) -> FileRows:
     """Returns the rows of several files as one."""
     starts = [0, *itertools.accumulate(map(len, parts))]
@@ -114,7 +127,7 @@ def _joined(parts: Sequence[FileRows]) -> FileRows:
     return FileRows(starts[-1], read)
 
 
-def prepared(row: Any, columns: Columns) -> Any:
+def prepared(row: Any, columns: Columns = None) -> Any:
     """Returns a row with the columns that it is formed of, and without those that are None.
 
     Args:
@@ -180,7 +193,7 @@ def _list_of(content: bytes) -> list[Any] | None:
         found = read_json(content)
     except ValueError:
         return None
-    return None if isinstance(found[0] if found else 0, int) else found
+    return None if found and isinstance(found[0], int) else found
 
 
 class _JSONLines(FileRows):

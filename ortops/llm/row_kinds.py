@@ -39,6 +39,8 @@ from ortops.llm.tokenization import Tokenizer
 
 ANSWERS = ("chosen", "rejected")
 
+NO_ROWS = "data: there are no rows; give at least one"
+
 _HELD = 2**22
 """The tokens of files that are held in memory."""
 
@@ -94,7 +96,7 @@ class RowKind(ABC):
                 held = None
         reading.tell(self.said)
         if not lengths and not reading.rows:
-            raise FeedError("data: there are no rows; give at least one")
+            raise FeedError(NO_ROWS)
         if not lengths:
             raise FeedError(
                 f"data: no row has a token to train with train_on='{reading.train_on}' and "
@@ -169,7 +171,7 @@ class Sequences(RowKind):
     def units(self, row: Any, reading: Reading, number: int) -> list[Any]:
         """See `RowKind`."""
         if _is_preference(row):
-            raise FeedError("data: rows with chosen and rejected need loss=ortops.losses.DPO()")
+            raise FeedError("data: rows with chosen and rejected need loss='DPO' (--loss DPO)")
         return [(each,) for each in reading.examples(row)]
 
     def batch(self, rows: Sequence[tuple[Example, ...]], padding: str) -> dict[str, Array]:

@@ -16,7 +16,14 @@ from ortops.engine.training.session import TrainingSession
 from ortops.errors import ArgumentError, UnsupportedError
 from ortops.graph.convert import load_light
 from ortops.graph.files.external import detach
-from ortops.llm.examples import Example, errors_of, tokens_of
+from ortops.llm.examples import (
+    Example,
+    errors_of,
+    is_chat,
+    template_settings,
+    tokens_of,
+    turns_of,
+)
 from ortops.llm.folder import Folder, refuse_norms, sliding_windows
 from ortops.llm.generation import Decoder, Sampling, encode, open_model
 from ortops.llm.graphs import prune
@@ -59,14 +66,25 @@ class Server:
         prompt: Any,
         decoder_prefix: str | Sequence[int],
         tokenizer: Callable[[], Tokenizer],
+        more: Mapping[str, Any],
     ) -> tuple[list[int], Array | None, bool]:
         """Reads a prompt; see `ortops.llm.FineTuning.generate`.
+
+        Args:
+            prompt: The prompt.
+            decoder_prefix: What the decoder of a model with an encoder is given.
+            tokenizer: Returns the tokenizer.
+            more: What a row has for the chat template beside the messages.
 
         Returns:
             The tokens to continue, the encoder's input, and whether the continuation is a text.
         """
         with errors_of("prompt", prompt, "be a text, a chat, or tokens", ArgumentError):
-            if self._files is not None and self._files.has_encoder:
+            has_encoder = self._files is not None and self._files.has_encoder
+            is_reply = not has_encoder and is_chat(prompt)
+            if more and not is_reply:
+                raise ArgumentError(f"{' and '.join(more)} need a chat, got {prompt!r:.80}")
+            if has_encoder:
                 source = source_of(prompt, tokenizer, self._words)
                 first = prefix_of(decoder_prefix, tokenizer, self._folder, self._words)
                 return [start_token(self._folder), *first], source, isinstance(prompt, str)
@@ -77,8 +95,8 @@ class Server:
                 )
             if isinstance(prompt, str):
                 return tokenizer().tokens(prompt, end=False), None, True
-            if len(prompt) and isinstance(prompt[0], Mapping):
-                text = tokenizer().chat(prompt, begin_reply=True)
+            if is_reply:
+                text = tokenizer().chat(turns_of(prompt), template_settings(more), begin_reply=True)
                 return tokenizer().tokens(text, special=False), None, True
             return tokens_of(prompt, self._words), None, False
 

@@ -39,10 +39,7 @@ from ortops.llm.batches import Batches, Epochs, check_stream
 from ortops.llm.encoder_rows import Texts
 from ortops.llm.encoders import Encoder, encoder_of, first_of, head_of, loss_of, with_head
 from ortops.llm.examples import IGNORED, Units
-from ortops.llm.folder import (
-    Folder,
-    open_folder,
-)
+from ortops.llm.folder import Folder, open_folder
 from ortops.llm.generation import Sampling
 from ortops.llm.graphs import (
     may_see_later_tokens,
@@ -51,7 +48,7 @@ from ortops.llm.graphs import (
     without_pruning,
 )
 from ortops.llm.options import FIRST_OPTIONS, TUNING, TuningOptions, remedies
-from ortops.llm.row_files import Rows, is_stream
+from ortops.llm.row_files import SETTINGS, Rows, is_stream, prepared
 from ortops.llm.row_kinds import Comparisons, RowKind, SequencePairs, Sequences
 from ortops.llm.saving import ADAPTER, TRAINING, FolderWriter, refuse_unfinished
 from ortops.llm.serving import Server
@@ -60,6 +57,7 @@ from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.files import with_adapter
 from ortops.lora.full_weights import saved_modules
+from ortops.lora.merging import refuse_unmergeable
 from ortops.lora.peft import with_peft
 from ortops.lora.peft_layers import model_type_beside
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
@@ -495,6 +493,9 @@ class FineTuning:
         top_p: float = 1.0,
         seed: int = 0,
         decoder_prefix: str | Sequence[int] = (),
+        tools: Sequence[Mapping[str, Any]] | str | None = None,
+        documents: Sequence[Mapping[str, Any]] | str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Continues a prompt.
 
@@ -512,6 +513,9 @@ class FineTuning:
             seed: Determines what is drawn.
             decoder_prefix: For a model with an encoder, the tokens behind the decoder's start
                 token, as text or tokens: ``"<|en|><|transcribe|><|notimestamps|>"`` for Whisper.
+            tools: Beside a chat, the tools that its template writes, as in a row of `fit`.
+            documents: Beside a chat, the documents, likewise.
+            chat_template_kwargs: Beside a chat, further names that its template reads, likewise.
 
         Returns:
             The continuation: tokens if tokens are given, else a text.
@@ -531,8 +535,9 @@ class FineTuning:
             raise UnsupportedError("generate: a text encoder generates no text; run its model")
         count = whole_number("max_new_tokens", max_new_tokens, 1)
         sampling = Sampling(temperature, top_k, top_p, seed)
+        more = prepared(dict(zip(SETTINGS, (tools, documents, chat_template_kwargs), strict=True)))
         tokens, source, is_text = self._server.read_prompt(
-            prompt, decoder_prefix, lambda: self.tokenizer
+            prompt, decoder_prefix, lambda: self.tokenizer, more
         )
         end = {*self._folder.end, *(self.tokenizer.end if is_text else ())}
         found = self._server.continued(tokens, count, end, sampling, source)
@@ -688,7 +693,18 @@ def _adapted(
         head = head_of(model)
         settings["modules_to_save"] = [*saved_modules(given["modules_to_save"]), head]
     kind = model_type_beside(folder.model if files is None else folder.path / "model.onnx")
-    model = move_aside(adapted(read_base(model), **settings, model_type=kind))
+    fixed = {} if encoder is None else quantized(to_ir(model).graph.initializers.values())
+    try:
+        model = move_aside(adapted(read_base(model), **settings, model_type=kind))
+        if fixed:
+            refuse_unmergeable(model)  # now, not when it is saved
+    except UnsupportedError as error:
+        for name, why in fixed.items():
+            raise UnsupportedError(
+                f"'{folder.model}': '{name}' {why}, but what a text encoder learns is merged into "
+                "its weights: give the folder in floating point, and quantize the one that is saved"
+            ) from error
+        raise
     return model if adapter is None else with_adapter(model, adapter)
 
 
@@ -745,20 +761,20 @@ def _trainable(
     files: SeveralFiles | None = None,
     encoder: Encoder | None = None,
 ) -> LightModel:
-    loss, settings = (
-        given["loss"],
-        {"optimizer": optimizer_of(given), "clip_norm": given["clip_norm"]},
-    )
+    loss = given["loss"]
+    settings = {"optimizer": optimizer_of(given), "clip_norm": given["clip_norm"]}
     if encoder is not None:
         of_task, inputs = loss_of(folder, encoder, loss)
         result = build_light(model, loss=of_task, inputs=inputs, **settings)
         write_metadata(result.proto, _LOSS, json.dumps(asdict(encoder)))
         return result
     if isinstance(loss, str):
-        choice("loss", loss, TUNING["loss"].bounds["options"])
-        loss = DPO() if loss == "DPO" else NextToken()
-    elif loss is not None and type(loss) not in (NextToken, DPO):
-        raise ArgumentError(f"loss must be NextToken or DPO of ortops.losses, got {loss!r:.80}")
+        loss = {"NextToken": NextToken(), "DPO": DPO()}.get(loss, loss)
+    if loss is not None and type(loss) not in (NextToken, DPO):
+        raise ArgumentError(
+            "loss must be NextToken or DPO of ortops.losses (InfoNCE and Triplet need "
+            f"task='retrieval'), got {loss!r:.80}"
+        )
     if files is not None and files.has_encoder:  # whose labels belong to the decoder's inputs
         if isinstance(loss, DPO):
             raise ArgumentError("loss must be NextToken for a model with an encoder, got DPO")

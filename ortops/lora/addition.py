@@ -195,17 +195,17 @@ def adapted(
     if not found:
         raise ModelError("targets: no layer is left for the adapter, because of modules_to_save")
     _refuse_overlap(found)
+    largest = max(min(t.sizes[0] * math.prod(t.kernel), t.sizes[1]) for t in found)
+    if rank > largest:
+        say_note("rank=%d: no layer is larger than %d, a rank that learns as much", rank, largest)
     layers_found = dict.fromkeys(
         name for target in found for name in (target.module, standard(target.module))
     )
     by_rank, by_alpha = Patterns(ranks, "rank_pattern"), Patterns(alphas, "alpha_pattern")
     for name, each_by in (("rank_pattern", by_rank), ("alpha_pattern", by_alpha)):
-        unused = each_by.without_layer(layers_found)
-        if unused is not None:
-            raise ModelError(
-                f"{name}: '{unused}' matches no layer that gets an adapter; "
-                f"{did_you_mean(unused, layers_found)}"
-            )
+        if (unused := each_by.without_layer(layers_found)) is not None:
+            hint = did_you_mean(unused, layers_found)
+            raise ModelError(f"{name}: '{unused}' matches no layer that gets an adapter; {hint}")
     generator = np.random.default_rng(seed)
     layers: dict[object, Layer] = {}
     firsts: dict[object, Layer] = {}  # of layers that PEFT has as one

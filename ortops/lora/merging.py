@@ -11,9 +11,10 @@ import onnx_ir as ir
 from ortops.engine.building.readers import readers
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph import convert
-from ortops.graph.adapters import METADATA_KEY
+from ortops.graph.adapters import METADATA_KEY, adapter_of
 from ortops.graph.edit import describe, remove_node, take_place
 from ortops.graph.files import loading
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.matching import Search, Variable, form
@@ -77,6 +78,15 @@ def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
             _fold(work, names, name, nodes, (update, factor), dequantize)
     del work.metadata_props[METADATA_KEY]
     return to_proto(work)
+
+
+def refuse_unmergeable(model: LightModel) -> None:
+    """Rejects a model whose adapter cannot be merged, as a layer is computed in whole numbers."""
+    work, adapter = convert.to_ir(model), adapter_of(model.proto.metadata_props)
+    if adapter is not None:
+        for name, values in remove_adapter(work, adapter).items():
+            for value in values:
+                _node(value, name)
 
 
 def _by_weight(nodes: Sequence[ir.Node]) -> list[tuple[ir.Node, ...]]:

@@ -100,7 +100,8 @@ def left_in_file(model: LightModel) -> dict[str, int]:
 def said(left: Mapping[str, int]) -> list[str]:
     """Returns a sentence about each table that stays in a file."""
     return [
-        f"'{name}' ({size / 1e6:,.0f} MB) stays in its file; steps on the CPU read rows of it"
+        f"'{name}' ({size / 1e6:,.0f} MB) stays in its file, of which steps on the CPU read rows; "
+        "replace the file instead of overwriting it"
         for name, size in left.items()
     ]
 

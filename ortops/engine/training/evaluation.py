@@ -30,7 +30,7 @@ from ortops.engine.training.loaded_model import LoadedModel, reads
 from ortops.engine.training.sample_weights import ClassWeight, SampleWeight, Weighed, weigh
 from ortops.engine.training.samples import Collate
 from ortops.engine.training.training_metrics import Measured, TrainingMetrics, add_batch
-from ortops.errors import ArgumentError, did_you_mean
+from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 from ortops.graph.faults import disabled_optimizers
 from ortops.graph.files import external
 from ortops.graph.files.serialization import to_proto
@@ -467,7 +467,12 @@ class Evaluator:
                 if label != name:
                     each = copy.copy(metric)
                     each.name = label
-                bound = bind_metric(each, loaded.metadata, first, loaded.inputs, own, head)
+                try:
+                    bound = bind_metric(each, loaded.metadata, first, loaded.inputs, own, head)
+                except OrtopsError:
+                    if metric.output is not None:  # if there is no such tensor, this says so
+                        self._evaluation((metric.output,), loss=False)
+                    raise
                 found[label] = bound
         return found
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import onnx
 
 from ortops.engine.execution.step import Step
-from ortops.engine.execution.tables import tables_in_file
+from ortops.engine.execution.tables import said, tables_in_file
 from ortops.engine.trainable.metadata import entry_number
 from ortops.engine.training.state import check_master, is_rounded
 from ortops.errors import ModelError
@@ -118,13 +118,10 @@ def copy_to_memory(
     """
     light, data = convert.load_light(model)
     tables = tables_in_file(LightModel(light, data), looked_up)
-    for name, table in tables.items():
+    for table in tables.values():
         table.stay_open()
-        logger.info(
-            "model: '%s' (%.0f MB) stays in its file, where steps read the rows of a batch; "
-            "replace the file instead of overwriting it",
-            *(name, table.length / 1e6),
-        )
+    for sentence in said({name: table.length for name, table in tables.items()}):
+        logger.info("model: %s", sentence)
     staying = {location_of(t): tables[t.name] for t in light.graph.initializer if t.name in tables}
     # A missing entry 0 is an error later.
     every = list(range(max(1, len(light.training_info))))
