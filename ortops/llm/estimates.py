@@ -31,7 +31,7 @@ class _Form(NamedTuple):
         copies: How many more copies of the weights there are.
         kept: What a step keeps for each number that an adapted layer reads or returns: others lie
             between.
-        scores: How many arrays of scores it keeps, of each head, query and key.
+        scores: How many arrays of the scores of a layer there are, of each head, query and key.
     """
 
     copies: float
@@ -39,10 +39,10 @@ class _Form(NamedTuple):
     scores: float
 
 
-_PLAIN = _Form(2.3, 1.65, 2.9)
+_PLAIN = _Form(2.3, 1.65, 3)
 _FORMS = {
     ("com.microsoft", "GroupQueryAttention"): _Form(0, 1.45, 0),
-    ("com.microsoft", "MultiHeadAttention"): _Form(0.9, 1.45, 2.4),
+    ("com.microsoft", "MultiHeadAttention"): _Form(0.9, 1.45, 3),
     ("", "Attention"): _PLAIN,
     ("", "Softmax"): _PLAIN,
 }
@@ -183,7 +183,7 @@ def forecast(
         _OF_ADAPTER * width,
         (_FASTER * least, _SLOWER * least),
     )
-    pairs = 4 * form.scores * blocks * heads
+    pairs = 4 * form.scores * heads
     return Forecast(
         *(rows, tokens, fixed, each, words, rank, context, seconds, usable_memory()), pairs
     )

@@ -19,6 +19,7 @@ that a user wants to keep; `scaled_sums` works on the formula of an update inste
 from __future__ import annotations
 
 from ortops.graph.passes.attention import ATTENTION
+from ortops.graph.passes.attention_blocks import ATTENTION_BLOCKS
 from ortops.graph.passes.blocked import BLOCKED
 from ortops.graph.passes.broadcast_scalars import NUMBERS
 from ortops.graph.passes.chunked_logits import CHUNKED_LOGITS
@@ -68,6 +69,7 @@ PASSES: tuple[Pass, ...] = (
     RECTIFIED,  # before BLOCKED, because it does not know the cotangents of blocked operators
     BLOCKED,
     SWISH,  # prepared after BLOCKED, which knows only its parts
+    ATTENTION_BLOCKS,  # after RECTIFIED, which does not know its placeholders
     RECURRENT,
     ROUNDING,
     CUDA,

@@ -119,10 +119,10 @@ def attend(
     capped = scores
     nothing = None
     if bias is not None:
-        shown = scores + bias
+        shown = (scores + bias).with_shape_of(scores)
         if masked_rows:
             nothing = op.IsInf(op.ReduceMax(bias, [-1]), detect_positive=0)
-            scores = scores + op.Where(nothing, 0, bias)
+            scores = (scores + op.Where(nothing, 0, bias)).with_shape_of(scores)
         else:
             scores = shown
     else:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack, cast
 
 import numpy as np
@@ -17,24 +16,16 @@ from ortops.graph.autodiff.rules._attention import (
     Size,
     attend,
     bias_of,
-    both,
-    factor_of,
-    group,
     heads_of,
     merged,
-    products,
     rotate,
-    softmax,
-    ungroup,
-    window,
 )
+from ortops.graph.autodiff.rules._blocks import Operands, gradients_in_blocks
 from ortops.graph.autodiff.rules._precision import wide_dtype
-from ortops.graph.autodiff.rules.recurrent import inside, scan
 from ortops.graph.autodiff.rules.table import definition
-from ortops.graph.faults import pad_axes
 from ortops.graph.files.messages import MICROSOFT
-from ortops.graph.shapes import index_range, size_of, unbroadcast
-from ortops.graph.tensor import Tensor, op, zeros_like
+from ortops.graph.shapes import index_range, size_of
+from ortops.graph.tensor import Tensor, op
 
 
 class GroupQueryAttributes(TypedDict, total=False):
@@ -76,38 +67,14 @@ def _is_kept(node: ir.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class _Grouped:
+class _Grouped(Operands):
     """The operands of GroupQueryAttention, after rotation and the cache.
 
     Attributes:
-        q: Queries (batch, head, length, size).
-        k: All keys; the number of heads divides that of the queries.
-        v: All values.
-        seen: The number of keys that exist, (batch, 1, 1, 1).
-        offset: The position of the first query among the keys, for all samples or for each.
-        places: The positions of the keys of a sliding cache, if there is one.
         presents: The outputs for the cache.
-        left: The number of keys to the left of a query; -1 for no limit.
-        causal: Whether a query attends only to keys up to its own.
-        bias: The bias of the scores (batch or 1, head or 1, queries, keys).
-        sink: The score of a key without value, (1, head, 1, 1) or (1, 1, 1, 1).
-        scale: The factor of the scores.
-        softcap: The limit of the scores before the bias is added; 0 for none.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    seen: Tensor
-    offset: Size
-    places: Tensor | None
-    presents: tuple[Tensor, ...]
-    left: int
-    causal: bool
-    bias: Tensor | None
-    sink: Tensor | None
-    scale: float | None
-    softcap: float
+    presents: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, given: Sequence[Tensor | None], attributes: GroupQueryAttributes) -> _Grouped:
@@ -154,7 +121,8 @@ class _Grouped:
                 both_pasts = (past_key, k), (past_value, v)
                 k, v = (_append(past, new, offset, longest) for past, new in both_pasts)
         return cls(
-            *(q, k, v, seen, offset, places, presents or (k, v)),
+            *(q, k, v, seen, offset, places),
+            presents=presents or (k, v),
             left=size - 1 if size > 0 else -1,
             causal=bool(attributes.get("causal", 1)),
             bias=attention_bias,
@@ -162,30 +130,6 @@ class _Grouped:
             scale=attributes.get("scale") or None,
             softcap=attributes.get("softcap", 0.0),
         )
-
-    def inside(self, x: Tensor) -> _Grouped:
-        """Returns the operands for use in the graph of x, which are some of the queries."""
-        k, v, seen = (inside(x, operand) for operand in (self.k, self.v, self.seen))
-        offset = self.offset if isinstance(self.offset, int) else inside(x, self.offset)
-        sink = None if self.sink is None else inside(x, self.sink)
-        return replace(self, q=x, k=k, v=v, seen=seen, offset=offset, sink=sink)
-
-    def allowed(self, queries: Size, first: Size, keys: Size) -> Tensor:
-        """Returns which of the first keys the queries attend to.
-
-        Args:
-            queries: The number of queries.
-            first: The position of the first of them.
-            keys: The number of keys.
-        """
-        x = self.q
-        exist = op.Less(index_range(keys, x), self.seen)
-        if self.places is None:
-            right = 0 if self.causal else -1
-            return cast(Tensor, both(window(x, queries, keys, first, self.left, right), exist))
-        at, own = self.places, op.Add(op.Unsqueeze(index_range(queries, x), [1]), first)
-        near = op.And(op.LessOrEqual(at, own), op.GreaterOrEqual(at, op.Sub(own, self.left)))
-        return op.And(near, op.And(op.GreaterOrEqual(at, 0), op.Less(at, self.seen)))
 
 
 def _without_padding(y: Tensor, *inputs: Tensor | None, **attributes: object) -> Tensor:
@@ -228,7 +172,7 @@ def _group_query_gradient(
         dy, y0 = (
             heads_of(x, count).with_shape_of(at.q) for x in (_without_padding(g[0], *inputs), known)
         )
-        found = _gradients_in_blocks(dy, y0, at)
+        found = gradients_in_blocks(dy, y0, at)
         operands = at.q, at.k, at.v, at.bias, at.sink
         pairs = zip(operands, found, strict=True)
         seeds = {x.value: dx for x, dx in pairs if x is not None and dx is not None}
@@ -282,115 +226,6 @@ def _refuse_caches(inputs: Sequence[Tensor | None], attributes: GroupQueryAttrib
             "no gradient for input attention_bias with sliding_window_cache=1; use one without the "
             "other"
         )
-
-
-BLOCK = 128
-"""The largest number of queries whose scores exist together in `_gradients_in_blocks`."""
-
-
-def _gradients_in_blocks(
-    dy: Tensor, y: Tensor, at: _Grouped
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns the cotangents of queries, keys, values, the bias and the sink.
-
-    With scores s = scale · q kᵀ + bias, probabilities p = softmax(s) and outputs y = p v:
-
-        dv = pᵀ dy,  ds = p (dy vᵀ - Σ dy y),  dq = scale · ds k,  dk = scale · dsᵀ q
-
-    A Scan computes the scores of a block of queries again, so that memory grows linearly with their
-    number. With a causal window, a block reads only the keys up to its end, and with one of a
-    limited length, only those from its begin on.
-
-    Args:
-        dy: The cotangent of y, (batch, head, length, size); zero for padding.
-        y: The output; zero for padding.
-        at: The operands.
-
-    Source: arXiv:2205.14135 (FlashAttention), algorithm 4.
-    """
-    q, length = at.q, size_of(at.q, [2])
-    known = q.tape.constant(np.array(length)) if isinstance(length, int) else length
-    count = op.Max(op.Div(op.Add(known, BLOCK - 1), BLOCK), 1)
-    rows = op.Div(op.Add(known, op.Sub(count, 1)), count)
-
-    def cut(x: Tensor) -> Tensor:
-        """Returns blocks of queries, (block, batch, head, row, …)."""
-        padded = pad_axes(x, [0, op.Sub(op.Mul(rows, count), known)], op.CastLike(0.0, x), [2])
-        batch, heads, _, last = x.shape or (None,) * 4
-        sizes = [size_of(x, [0]), size_of(x, [1]), count, rows, size_of(x, [3])]
-        parts = op.Reshape(padded, sizes, allowzero=1).with_shape([batch, heads, None, None, last])
-        return op.Transpose(parts, perm=[2, 0, 1, 3, 4])
-
-    def joined(parts: Tensor, like: Tensor) -> Tensor:
-        x = op.Transpose(parts, perm=[1, 2, 0, 3, 4])
-        sizes = [size_of(like, [0]), size_of(like, [1]), op.Mul(rows, count), size_of(like, [3])]
-        x = op.Reshape(x, sizes, allowzero=1)
-        return op.Slice(x, [0], op.Reshape(known, [1]), [2]).with_shape_of(like)
-
-    weighted = op.ReduceSum(dy * y, [3])
-    starts = op.Mul(op.Range(0, count, 1), rows)
-    offset = q.tape.constant(np.array(at.offset)) if isinstance(at.offset, int) else at.offset
-    furthest = op.ReduceMax(offset, keepdims=0)
-    nearest = op.ReduceMin(offset, keepdims=0)
-
-    operands = [at.k, at.v, *([] if at.sink is None else [at.sink])]
-    slices = [cut(q), cut(dy), cut(weighted), starts, None if at.bias is None else cut(at.bias)]
-    block = functools.partial(_gradients_of_block, at, rows, furthest, nearest)
-    found = scan(block, [zeros_like(x) for x in operands], slices, backwards=False)
-    dk, dv, *others = found
-    dsink = None if at.sink is None else others.pop(0)
-    dbias = None if at.bias is None else joined(others[1], at.bias)
-    return joined(others[0], q), dk, dv, dbias, dsink
-
-
-def _gradients_of_block(
-    at: _Grouped, rows: Tensor, furthest: Tensor, nearest: Tensor, *given: Tensor | None
-) -> Sequence[Tensor]:
-    """Returns the sums of cotangents of keys, values and sink, and those of a block of queries."""
-    *sums, q, dy, weighted, start, bias = given
-    q, dy, weighted, start = (cast(Tensor, x) for x in (q, dy, weighted, start))
-    here = at.inside(q)
-    keys = size_of(here.k, [2])
-    if at.causal:
-        reach = op.Add(op.Add(start, inside(q, rows)), inside(q, furthest))
-        keys = op.Min(reach, keys)
-    end = op.Reshape(op.Add(keys, q.tape.constant(np.array(0))), [1])
-    begin = q.tape.constant(np.array([0]))
-    if at.left >= 0:  # no query reads a key further to the left of it
-        first = op.Sub(op.Add(start, inside(q, nearest)), at.left)
-        begin = op.Min(op.Max(op.Reshape(first, [1]), begin), end)
-        here = replace(here, seen=op.Sub(here.seen, begin))
-    k, v = (op.Slice(x, begin, end, [2]) for x in (here.k, here.v))
-    place = op.Sub(op.Add(start, here.offset), begin)
-    allowed = here.allowed(inside(q, rows), place, op.Reshape(op.Sub(end, begin), []))
-    shown = None if bias is None else op.Slice(bias, begin, end, [3])
-    # A finite number, because no key may be allowed for a row of padding.
-    lowest = float(ir.DataType.from_numpy(q.dtype).min) / 2
-    factor = factor_of(q, at.scale)
-    raw = products(q * factor, k)
-    slope = None
-    if at.softcap > 0:
-        capped = op.Tanh(raw * (1 / at.softcap))
-        raw, slope = capped * at.softcap, 1 - capped * capped
-    p, p_sink = softmax(raw + cast(Tensor, bias_of(q, allowed, shown, lowest)), here.sink)
-    ds = p * (products(dy, v) - weighted)
-    change = None
-    if bias is not None:
-        missing = op.Sub(op.Add(size_of(bias, [3]), begin * 0), end)
-        change = pad_axes(ds, op.Concat(begin, missing, axis=0), None, [3])
-        change = unbroadcast(change, bias)
-    ds = ds if slope is None else ds * slope
-    parts = [group(x, k).mT @ group(z, k) for x, z in ((ds, q * factor), (p, dy))]
-    missing = op.Sub(op.Add(size_of(here.k, [2]), begin * 0), end)
-    pads = op.Concat(begin, missing, axis=0)
-    totals = [
-        cast(Tensor, total) + pad_axes(part, pads, None, [2])
-        for total, part in zip(sums, parts, strict=False)
-    ]
-    if p_sink is not None and here.sink is not None:
-        totals.append(cast(Tensor, sums[2]) - unbroadcast(p_sink * weighted, here.sink))
-    dq = ungroup(group(ds, k) @ k, q, size_of(q, [3])) * factor
-    return [*totals, dq, *([] if change is None else [change])]
 
 
 def _rotated(

@@ -1,0 +1,183 @@
+"""Attention whose probabilities a step does not keep: the backward pass computes them again.
+
+A file of an exporter has attention as products and a Softmax, and so has the definition of each
+operator of attention. The backward pass would read the probabilities of all layers, which grow with
+the square of the length. Before differentiation, this pass inserts a placeholder behind the last
+product. Its rule is that of GroupQueryAttention, in blocks of queries. The forward pass is not
+changed, and so are no bits of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import onnx_ir as ir
+
+from ortops.graph.autodiff.gradient_node import Bound, bound_nodes
+from ortops.graph.autodiff.registry import Cotangents, Table
+from ortops.graph.autodiff.rules._blocks import Operands, gradients_in_blocks
+from ortops.graph.constants import constant_number
+from ortops.graph.edit import emit_one, permutation_of
+from ortops.graph.matching import Found, Number, Search, Variable, form
+from ortops.graph.passes.draft import Draft, Pass
+from ortops.graph.shapes import is_unknown, size_of
+from ortops.graph.tensor import Tape, Tensor, op
+
+PRIVATE = "ortops.attention"
+"""The private domain of placeholders until the end of lowering."""
+
+_PAIRS = 2**16
+"""The number of pairs of a query and a key from which on blocks are worth it, if it is known."""
+
+_Q, _K, _V, _BIAS, _NONE = (Variable(what) for what in ("Q", "K", "V", "the bias", "empty rows"))
+_NUMBER, _DIVISOR = Number(), Number()
+_PRODUCT = form.MatMul(_Q, _K)
+_SCORES = _PRODUCT * _NUMBER | _PRODUCT / _DIVISOR | _PRODUCT
+_P = form.Softmax(_SCORES + _BIAS | _SCORES, ...)
+_GUARDED = form.Where(form.IsNaN(_P), 0.0, _P)
+_ALLOWED = form.Softmax(_SCORES + form.Where(_NONE, 0.0, _BIAS), ...)
+_EXCLUDED = form.Where(_NONE, 0.0, _ALLOWED)
+"""What `attend` writes: rows of the bias that exclude all keys are left out."""
+
+_FORMULA = form.MatMul(_EXCLUDED | _GUARDED | _P, _V)
+
+
+class _AttentionBlocks(Pass):
+    """Selects the gradient in blocks for attention of long or unknown lengths."""
+
+    def prepare(self, draft: Draft) -> None:
+        """Inserts placeholders, unless there are gradients of higher order."""
+        graph = draft.graph
+        if not any(node.op_type == "Softmax" for node in graph) or not draft.is_of_first_order:
+            return
+        xs = [x for node in bound_nodes(graph) for x in Bound.of(node).xs]
+        active = draft.rules.active_values(list(graph), xs)
+        made = [
+            _insert(node, draft, active)
+            for node in list(graph)
+            if node.op_type == "MatMul" and not node.domain and node.outputs[0] in active
+        ]
+        if any(made):
+            table = Table()
+            table.vjp("Attention", domain=PRIVATE)(_gradient)
+            draft.add_rules(table)
+
+    def finish(self, draft: Draft) -> None:
+        """Removes the placeholders."""
+        for node in [node for node in draft.graph if node.domain == PRIVATE]:
+            y = node.inputs[0]
+            assert y is not None
+            node.outputs[0].replace_all_uses_with(y)
+            draft.graph.remove(node, safe=True)
+
+
+def _insert(node: ir.Node, draft: Draft, active: Collection[ir.Value]) -> bool:
+    """Inserts a placeholder behind a product, if that is the last one of attention."""
+    y = node.outputs[0]
+    for found in Search(_FORMULA, y, removing=False):
+        if not all(map(draft.is_free, found.nodes)) or not _is_chosen(found, y, active):
+            continue
+        tape = Tape(node.graph, names=draft.names)
+        tape.scope = f"{node.name}/"
+        readers = [(use.node, use.idx) for use in y.uses()]
+        with tape:
+            k, scale = _keys(tape, found)
+            inputs = [tape.tensor(y), tape.tensor(found[_Q]), k, tape.tensor(found[_V])]
+            inputs += [_bias(tape, found)] if _BIAS in found else []
+            new = emit_one(
+                *(PRIVATE, "Attention", inputs, y.shape),
+                scale=scale,
+                trained=int(_BIAS in found and found[_BIAS] in active),
+                masked=int(_P not in found or _GUARDED in found),
+            )
+        for made in tape.nodes:
+            tape.graph.remove(made)
+        tape.graph.insert_after(node, tape.nodes)
+        for reader, index in readers:
+            reader.replace_input_with(index, new.value)
+        return True
+    return False
+
+
+def _is_chosen(found: Found, y: ir.Value, active: Collection[ir.Value]) -> bool:
+    """Whether operands are of float32 and the usual shapes, and have enough pairs."""
+    softmax = found[_P if _P in found else _ALLOWED]
+    q, k, v, p = (x.shape for x in (found[_Q], found[_K], found[_V], softmax))
+    if any(x.dtype != ir.DataType.FLOAT for x in (found[_Q], found[_V], softmax, y)):
+        return False
+    if any(shape is None or len(shape) != 4 for shape in (q, k, v, p, y.shape)):
+        return False
+    node = softmax.producer()
+    if node is None or node.attributes.get_int("axis", -1) not in (-1, 3):
+        return False
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert p is not None
+    if not q[:2] == k[:2] == v[:2] == p[:2] or any(map(is_unknown, p[:3])):
+        return False
+    pairs = [size for size in p[2:] if isinstance(size, int)]
+    if len(pairs) == 2 and math.prod(pairs) < _PAIRS:
+        return False
+    if _BIAS not in found:
+        return True
+    bias = found[_BIAS].shape
+    if bias is None or len(bias) > 4:
+        return False
+    return found[_BIAS] not in active or (len(bias) == 4 and bias[2] == p[2])
+
+
+def _bias(tape: Tape, found: Found) -> Tensor:
+    """Returns the bias with four axes, and with one row or one for each query."""
+    x, q = tape.tensor(found[_BIAS]), tape.tensor(found[_Q])
+    x = op.Unsqueeze(x, list(range(4 - x.ndim))) if x.ndim < 4 else x
+    assert x.shape is not None
+    assert q.shape is not None
+    if x.shape[2] in (1, q.shape[2]):
+        return x
+    size = op.Concat([1, 1], op.Reshape(size_of(q, [2]), [1]), [1], axis=0)
+    return op.Expand(x, size).with_shape([*x.shape[:2], q.shape[2], x.shape[3]])
+
+
+def _keys(tape: Tape, found: Found) -> tuple[Tensor, float]:
+    """Returns the keys, in rows, and the factor of the scores."""
+    scale = found.number(_NUMBER) if _NUMBER in found else 1.0
+    scale = scale / found.number(_DIVISOR) if _DIVISOR in found else scale
+    k, node = found[_K], found[_K].producer()
+    if node is not None and node.op_type == "Mul" and not node.domain:
+        for value, other in (node.inputs, node.inputs[::-1]):
+            number = constant_number(other) if other is not None else None
+            if number is not None and value is not None and value.shape == k.shape:
+                k, node, scale = value, value.producer(), scale * number
+                break
+    order = None if node is None else permutation_of(node)
+    if node is None or order is None:
+        return tape.tensor(k).mT, scale
+    (source,) = node.inputs
+    assert source is not None
+    *outer, row, column = order
+    perm = [*outer, column, row]
+    x = tape.tensor(source)
+    return (x if perm == sorted(perm) else op.Transpose(x, perm=perm)), scale
+
+
+def _gradient(
+    g: Tensor,
+    y: Tensor,
+    _: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float,
+    trained: int,
+    masked: int,
+) -> Cotangents:
+    at = Operands(q, k, v, bias=bias, trained=bool(trained), masked=bool(masked), scale=scale)
+    dq, dk, dv, dbias, _sink = gradients_in_blocks(g, y, at)
+    return (None, dq, dk, dv, *([] if bias is None else [dbias]))
+
+
+ATTENTION_BLOCKS = _AttentionBlocks("attention_blocks")
