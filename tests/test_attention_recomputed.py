@@ -27,6 +27,12 @@ WIDTH, HEADS, LENGTH = 8, 2, 260
 SIZE = WIDTH // HEADS
 
 
+@pytest.fixture(autouse=True)
+def _pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks from 256 × 256 pairs on, so that files are small."""
+    monkeypatch.setattr(attention_blocks, "_PAIRS", 2**16)
+
+
 def projected(form: str) -> Any:
     """A module of attention over its input."""
     import torch
