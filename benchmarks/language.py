@@ -357,7 +357,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer", choices=("ortops", "torch"), default="ortops")
     parser.add_argument("--device", default="cpu", help="where PyTorch trains")
     parser.add_argument("--providers", nargs="+", help="where ortops trains")
-    parser.add_argument("--recompute", type=int, default=0, help="activations to keep")
+    parser.add_argument(
+        "--recompute",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        default=0,
+        help="activations to keep, or which to compute again, as for FineTuning",
+    )
     parser.add_argument("--save", default="", help="a folder to save to at the end")
     parser.add_argument("--run", action="store_true", help="measure in this process")
     return parser.parse_args(arguments)

@@ -155,6 +155,7 @@ PAIRS: dict[str, list[Pair]] = {
         Pair("--modules-to-save a b", TUNE, "modules_to_save", ["a", "b"]),
         Pair("--bias all", TUNE, "bias", "all"),
         Pair("--recompute sqrt", TUNE, "recompute", "sqrt"),
+        Pair("--recompute elementwise", TUNE, "recompute", "elementwise"),
         Pair("--recompute 3", TUNE, "recompute", 3),
         Pair("--adapter peft", TUNE, "adapter", "peft"),
         Pair("--task pairs", TUNE, "task", "pairs"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,10 +91,46 @@ def same(model: onnx.ModelProto, batch: dict[str, Array], chosen: Any, **options
 
 @pytest.mark.nightly(3)
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", [1, 3, 1000, "sqrt"])
+@pytest.mark.parametrize("chosen", [1, 3, 1000, "sqrt", "elementwise"])
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_stay_the_same(name: str, chosen: Any) -> None:
     same(*made(name), chosen)
+
+
+def gated() -> onnx.ModelProto:
+    """A residual block with a gate and a normalization, as in a Llama."""
+    rng = np.random.default_rng(1)
+    with Tape(name="gated") as tape:
+        x = tape.input("tokens", np.float32, ["batch", 4, 8])
+
+        def weight(name: str, *shape: int) -> Any:
+            return tape.initializer(name, rng.standard_normal(shape).astype(np.float32) / 4)
+
+        x = x @ weight("in", 8, 8)
+        mean = op.ReduceMean(x * x, [-1], keepdims=1)
+        h = x / op.Sqrt(mean + 1e-5) * weight("scale", 8)
+        gate = h @ weight("gate", 8, 16)
+        x = x + (gate * op.Sigmoid(gate) * (h @ weight("up", 8, 16))) @ weight("down", 16, 8)
+        tape.output(op.ReduceMean(x, [1], keepdims=0) @ weight("head", 8, 10), "logits")
+    return tape.model()
+
+
+def test_elementwise_functions_alone_are_computed_again(tmp_path: Path) -> None:
+    """The gate's function, the gated product and the normalization are; products are not."""
+    model, batch, path = trainable(gated()), tokens(3, 4, 8), tmp_path / "step.onnx"
+    losses, operators, counts = [], [], []
+    for chosen in (None, "elementwise"):
+        session = TrainingSession(model, recompute=chosen)
+        losses.append([float(session.step(batch)["loss"]) for _ in range(3)])
+        counts.append(len(kept(model, chosen, batch, path)))
+        operators.append(Counter(node.op_type for node in onnx.load(path).graph.node))
+    assert losses[0] == losses[1]
+    plain, again = operators
+    products = ("MatMul", "Gemm", "FusedMatMul")
+    assert [plain[name] for name in products] == [again[name] for name in products]
+    names = ("QuickGelu", "SimplifiedLayerNormalization", "Mul")
+    assert [again[name] - plain[name] for name in names] == [1, 1, 1]
+    assert counts[0] - counts[1] == 3
 
 
 @pytest.mark.slow

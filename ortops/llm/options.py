@@ -43,7 +43,8 @@ FIRST_OPTIONS: Mapping[str, Option] = {
     ),
     "recompute": Option(
         None,
-        "keep N activations, and compute the others again to save memory; sqrt keeps few",
+        "keep N activations, and compute the others again to save memory; sqrt keeps few, "
+        "elementwise computes again only what takes hardly any time",
         "N",
         reads="number or name",
     ),

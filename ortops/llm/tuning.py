@@ -105,8 +105,9 @@ class FineTuning:
             lm_head, which computes the logits.
         learning_rate: The learning rate, or a schedule of `ortops.schedules`; left out beside an
             optimizer that is given as an object.
-        recompute: Which activations to keep, as for `ortops.TrainingSession`; ``"sqrt"`` saves much
-            memory for a third more time. By default, all activations are kept.
+        recompute: Which activations to keep, as for `ortops.TrainingSession`; ``"elementwise"``
+            saves memory and takes no more time, ``"sqrt"`` saves much memory for a third more time.
+            By default, all activations are kept.
         adapter: An adapter to begin with: a folder of PEFT, which determines rank, alpha, targets,
             dropout and the patterns, or an ``.onnx_adapter`` file of this model with the same rank
             and targets. It may have been trained on the model in another precision.

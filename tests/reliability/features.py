@@ -95,7 +95,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "properties": (False, True),
     "batch_normalization": ("auto", "train", "frozen"),
     "kernels": ("onnx", "python", *_installed("llvmlite", "compiled", "auto")),
-    "recompute": (None, "sqrt", 1, ("hidden",)),
+    "recompute": (None, "sqrt", 1, ("hidden",), "elementwise"),
     "in_backward": (False, True),
     "data": (*BATCH_FORMS, *ROW_FORMS),
     **OF_FIT,

@@ -91,8 +91,10 @@ class TrainingSession:
             The names of the activations to keep, or how many to choose automatically: small tensors
             that the whole forward pass goes through, with equal amounts of memory between them.
             ``"sqrt"`` chooses the square root of their number, which is a good choice for a deep
-            model. The backward pass recomputes all other activations. Results stay the same up to
-            rounding. By default, all activations are kept.
+            model. The backward pass recomputes all other activations. ``"elementwise"`` recomputes
+            only results of activation functions, sums, products of elements and normalizations
+            whose inputs the backward pass reads anyway, so that a step takes hardly longer. Results
+            stay the same up to rounding. By default, all activations are kept.
         outputs: The names of the model's outputs that `step` can return in addition to the losses;
             by default, all outputs that the loss depends on. Fewer outputs take less memory.
         optimizer_in_backward: Whether the backward pass updates each parameter, in place, as soon

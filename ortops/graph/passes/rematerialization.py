@@ -29,13 +29,18 @@ from ortops.graph.edit import (
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.names import Names
 from ortops.graph.nesting import inner_graphs
-from ortops.graph.operators import is_random
+from ortops.graph.operators import OPERATORS, is_random
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.shapes import zero_after
 from ortops.graph.tensor import Tape, op, shape_of
 
-Checkpoint: TypeAlias = Sequence[str] | int | Literal["sqrt"]
-"""The names of the tensors to keep, or the number of tensors to choose."""
+Checkpoint: TypeAlias = Sequence[str] | int | Literal["sqrt", "elementwise"]
+"""The names of the tensors to keep, the number of tensors to choose, or what to recompute."""
+
+_WORDS = ("sqrt", "elementwise")
+
+_NORMALIZATIONS = {"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}
+"""Normalizations of which some statistics are results, so that the backward pass reads those."""
 
 _KNOWN_DOMAINS = ("", MICROSOFT, "com.microsoft.nchwc", "ai.onnx.ml")
 
@@ -52,20 +57,20 @@ def check(checkpoint: Checkpoint, known: Iterable[str]) -> None:
         known: The tensors that can be kept; see `computed_names`.
 
     Raises:
-        ArgumentError: If it is neither names of tensors, nor a positive integer, nor "sqrt".
+        ArgumentError: If it is neither names of tensors, nor a positive integer, nor a known word.
         ModelError: If the model computes no such tensor.
     """
     if isinstance(checkpoint, int):
         valid = checkpoint > 0 and checkpoint is not True
     elif isinstance(checkpoint, str):
-        valid = checkpoint == "sqrt"
+        valid = checkpoint in _WORDS
     else:
         names = names_in(checkpoint)
         valid = names != [] and names == list(checkpoint)
     if not valid:
         raise ArgumentError(
             "recompute must be a list of names of tensors to keep, the number of tensors to keep "
-            f"(an integer >= 1), or 'sqrt', got {checkpoint!r}"
+            f"(an integer >= 1), 'sqrt', or 'elementwise', got {checkpoint!r}"
         )
     known = list(known)
     for name in names_in(checkpoint):
@@ -110,11 +115,14 @@ class Rematerialization(Pass):
         """Rewrites the graph."""
         draft.unpin()
         forward = _Forward(draft.graph, draft.feeds, draft.shown)
-        if isinstance(self.checkpoint, int | str):
-            kept = forward.choose(self.checkpoint)
+        if self.checkpoint == "elementwise":
+            recomputed = forward.elementwise()
+        elif isinstance(self.checkpoint, int | str):
+            recomputed = forward.before(forward.choose(self.checkpoint))
         else:
             kept = {value for value in forward.from_batch if value.name in self.checkpoint}
-        _Recomputation(draft.graph, draft.names, forward, kept).run()
+            recomputed = forward.before(kept)
+        _Recomputation(draft.graph, draft.names, forward, recomputed).run()
 
 
 class _Forward:
@@ -143,6 +151,39 @@ class _Forward:
         results = [value for node in self.nodes for value in node.outputs]
         self.from_batch = [value for value in results if value in self.batch]
         self.values = [value for value in results if value in both]
+        self._captured = {value for node in graph for value in _captured(node)}
+
+    def before(self, kept: Collection[ir.Value]) -> set[ir.Value]:
+        """Returns the results to recompute if some are kept: those that these depend on."""
+        return self._recomputable(ancestor_nodes(kept, set())) - {*kept}
+
+    def elementwise(self) -> set[ir.Value]:
+        """Returns results that follow by elementwise functions from what the backward pass reads.
+
+        It reads them, too; otherwise they would be gone already.
+        """
+        members, feeds = set(self.nodes), {*self.feeds}
+        read = {v for v in self.batch if any(reader not in members for reader, _ in v.uses())}
+        chosen = [
+            node
+            for node in self.nodes
+            if _is_elementwise(node)
+            and node.outputs[0] in read
+            and not node.outputs[0].is_graph_output()
+            and self.batch.intersection(read_inputs(node)) <= read | feeds
+        ]
+        return self._recomputable(chosen).intersection(node.outputs[0] for node in chosen)
+
+    def _recomputable(self, nodes: Iterable[ir.Node]) -> set[ir.Value]:
+        """Returns the results of nodes that are computed again, unless these are to be kept."""
+        results = {*self.values} - self._captured
+        return {
+            value
+            for node in nodes
+            if _is_deterministic(node)
+            for value in node.outputs
+            if value in results and _is_large(value)
+        }
 
     def choose(self, wanted: int | str) -> set[ir.Value]:
         """Chooses tensors to keep, so that the memory between them is about equal.
@@ -174,7 +215,6 @@ class _Forward:
             for value in self.values
             if is_float(value)
         }
-        captured = {value for node in self.nodes for value in _captured(node)}
         open_values: set[ir.Value] = set()
         places: dict[int, ir.Value] = {}
         for position, node in enumerate(self.nodes):
@@ -186,7 +226,7 @@ class _Forward:
             open_values |= {value for value in node.outputs if left.get(value)}
             if len(open_values) == 1:
                 (value,) = open_values
-                if value in node.outputs and value not in captured:
+                if value in node.outputs and value not in self._captured:
                     places[position] = value
         return places
 
@@ -198,26 +238,18 @@ class _Recomputation:
         graph: The step.
         names: The names used in it.
         forward: Its forward pass.
-        kept: The results of the forward pass to keep.
+        recomputed: The results of the forward pass to compute again.
     """
 
     def __init__(
-        self, graph: ir.Graph, names: Names, forward: _Forward, kept: set[ir.Value]
+        self, graph: ir.Graph, names: Names, forward: _Forward, recomputed: set[ir.Value]
     ) -> None:
         self._graph = graph
         self._tape = Tape(graph, names=names)
         self._forward = {node: position for position, node in enumerate(forward.nodes)}
         self._results = set(forward.values)
         self._batch = forward.batch
-        before = ancestor_nodes(kept, set())
-        captured = {value for node in graph for value in _captured(node)}
-        self._recomputed = {
-            value
-            for node in before
-            if _is_deterministic(node)
-            for value in node.outputs
-            if value in self._results and _is_large(value) and value not in kept | captured
-        }
+        self._recomputed = recomputed
         self._copies: dict[ir.Value, ir.Value] = {}
         self._delayed: dict[ir.Value, ir.Value] = {}
 
@@ -280,6 +312,12 @@ def _is_large(value: ir.Value) -> bool:
     if value.dtype in _CHEAP or not isinstance(value.type, ir.TensorType | NoneType):
         return False
     return value.shape is None or not value.shape.is_static() or _size(value) > _SMALL
+
+
+def _is_elementwise(node: ir.Node) -> bool:
+    """Whether a node takes about the time of reading its inputs once."""
+    row = OPERATORS.get((node.domain, node.op_type))
+    return (row is not None and row.elementwise) or node.op_type in _NORMALIZATIONS
 
 
 def _is_deterministic(node: ir.Node) -> bool:
