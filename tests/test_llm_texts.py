@@ -187,7 +187,7 @@ def test_labels_are_trained_as_in_transformers(plain: FineTuning) -> None:
     assert plain.show([row]) == "row 1: 4 tokens, 2 trained\nA«F»C«H»"
     pairs = [{"prompt": [65], "chosen": [66], "rejected": [67.0]}]
     with pytest.raises(ortops.FeedError, match=r"row 1 must have .*an integer, got 67.0"):
-        Comparisons(plain._folder, lambda: plain.tokenizer, None).read(pairs, 9, "all")
+        Comparisons(plain._folder, lambda: plain.tokenizer, None).read(pairs, 9, "assistant")
 
 
 def served_logits(tuning: FineTuning, tokens: list[int]) -> np.ndarray:
@@ -252,10 +252,10 @@ def test_tokens_of_all_kinds_of_rows(plain: FineTuning, tmp_path: Path) -> None:
     with all_violations() as check:
         for row in sources:
             with check(row), pytest.raises(ortops.FeedError, match=r"data: row 1 "):
-                source.read([row], 9, "all")
+                source.read([row], 9, "assistant")
         for row in pairs:
             with check(row), pytest.raises(ortops.FeedError, match=r"data: row 1 "):
-                comparison.read([row], 9, "all")
+                comparison.read([row], 9, "assistant")
         for prompt in ([65.5], [True], [llama.WORDS], [["a"]], [{"content": "x"}], {"role": "x"}):
             with check(prompt), pytest.raises(ortops.ArgumentError, match="prompt"):
                 plain.generate(prompt)

@@ -136,15 +136,15 @@ def test_building_reads_each_weight_of_a_file_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: Counter[int] = Counter()
-    read = HeldFile.read
+    read = HeldFile.pieces
 
-    def counted(self: HeldFile, begin: int, end: int) -> bytes:
+    def counted(self: HeldFile, begin: int, end: int, most: int) -> Iterator[bytes]:
         found[end - begin] += 1
-        return read(self, begin, end)
+        return read(self, begin, end, most)
 
     given = dense(np.random.default_rng(0))
     ortops.save_model(given, tmp_path / "model.onnx")
-    monkeypatch.setattr(HeldFile, "read", counted)
+    monkeypatch.setattr(HeldFile, "pieces", counted)
     settings: dict[str, Any] = {"loss": "MeanSquaredError", "optimizer": "Adam"}
     built = ortops.build_training_model(tmp_path / "model.onnx", **settings)
     assert [found[4 * 32 * size] for size in (16, 32)] == [1, 1]
