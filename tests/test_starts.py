@@ -51,17 +51,29 @@ def counting() -> Iterator[Counter[str]]:
         yield found
 
 
-def model(*, repeated: int = 2, opset: int = 21, exported: bool = False) -> onnx.ModelProto:
+def model(
+    *,
+    repeated: int = 2,
+    opset: int = 21,
+    exported: bool = False,
+    steps: bool = False,
+    sequence: bool = False,
+) -> onnx.ModelProto:
     """Returns layers behind a Reshape to rows, whose number is computed from a shape.
 
     Args:
         repeated: The number of layers.
         opset: The version of operators.
         exported: Whether the file has types of all tensors, as those of exporters.
+        steps: Whether a Slice has steps that are computed from a constant, as TorchScript's.
+        sequence: Whether the result is an element of a sequence.
     """
     nodes = [
+        helper.make_node("Unsqueeze", ["number", "zero"], ["steps"]),
         helper.make_node("Shape", ["x"], ["all_sizes"]),
-        helper.make_node("Slice", ["all_sizes", "zero", "one"], ["first"]),
+        helper.make_node(
+            "Slice", ["all_sizes", "zero", "one", *(["zero", "steps"] if steps else [])], ["first"]
+        ),
         helper.make_node("Concat", ["first", "wide"], ["sizes"], axis=0),
         helper.make_node("Reshape", ["x", "sizes"], ["h0"]),
     ]
@@ -70,12 +82,19 @@ def model(*, repeated: int = 2, opset: int = 21, exported: bool = False) -> onnx
             helper.make_node("MatMul", [f"h{number}", "w"], [f"m{number}"]),
             helper.make_node("Tanh", [f"m{number}"], [f"h{number + 1}"]),
         ]
-    nodes.append(helper.make_node("Transpose", [f"h{repeated}"], ["y"], perm=[0, 1]))
+    nodes += [
+        helper.make_node("SplitToSequence", [f"h{repeated}", "wide"], ["parts"], axis=1),
+        helper.make_node("SequenceAt", ["parts", "index"], ["part"]),
+    ][: 2 * sequence]
+    last = "part" if sequence else f"h{repeated}"
+    nodes.append(helper.make_node("Transpose", [last], ["y"], perm=[0, 1]))
     arrays = {
         "w": np.linspace(-1, 1, 16 * 16, dtype=np.float32).reshape(16, 16),
         "zero": np.array([0]),
         "one": np.array([1]),
         "wide": np.array([16]),
+        "number": np.array(1),
+        "index": np.array(0),
     }
     arrays["table"] = np.arange(300)  # which could be sizes
     nodes.append(helper.make_node("Identity", ["table"], ["many"]))
@@ -104,6 +123,8 @@ def test_a_start_computes_nothing_twice(tmp_path: Path) -> None:
         "without types": (model(), {"inferred": 1, "parsed": 1, "written": 1}, 0),
         "with types": (model(exported=True), {"inferred": 1, "parsed": 1, "written": 1}, 1),
         "of an older opset": (model(opset=20), {"inferred": 1, "parsed": 1, "written": 2}, 0),
+        "with steps": (model(steps=True), {"inferred": 1, "parsed": 1, "written": 1}, 1),
+        "with a sequence": (model(sequence=True), {"inferred": 1, "parsed": 1, "written": 1}, 1),
     }
     with all_violations() as check:
         for name, (given, expected, sized) in rows.items():

@@ -104,12 +104,9 @@ def permutation_of(node: ir.Node) -> tuple[int, ...] | None:
 def node_after(node: ir.Node) -> ir.Node | None:
     """Returns the next node in the graph, or None."""
     graph = node.graph
-    assert graph is not None
-    following = iter(graph)
-    for other in following:
-        if other is node:
-            return next(following, None)
-    return None
+    assert isinstance(graph, ir.Graph)
+    following = graph._nodes._value_ids_to_boxes[id(node)].next  # its iterators start at an end
+    return following.value
 
 
 def has_one_reader(value: ir.Value) -> bool:
@@ -388,10 +385,8 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
         if node.graph is None:
             continue
         for value in node.outputs:  # a hot path: most nodes are read, and few are gone
-            uses = value.uses()
-            if value.is_graph_output() or (uses and not gone):
-                break
-            if any(user not in gone for user, _ in uses):
+            uses = value._uses
+            if value.is_graph_output() or (uses and not (gone and _all_in(uses, gone))):
                 break
         else:
             unread[node] = None
@@ -408,6 +403,14 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
             disconnect(node)
             node.graph = None
             graph._nodes.remove(node)
+
+
+def _all_in(uses: Iterable[tuple[ir.Node, int]], nodes: set[ir.Node]) -> bool:
+    """Whether all uses are by some nodes; a loop, because that is faster than `all` here."""
+    for user, _ in uses:  # noqa: SIM110
+        if user not in nodes:
+            return False
+    return True
 
 
 def disconnect(node: ir.Node) -> None:

@@ -147,6 +147,9 @@ def is_of_ml(op_type: str) -> bool:
     return not onnx.defs.has(op_type) and bool(onnx.defs.has(op_type, ML))
 
 
+_schema = functools.cache(onnx.defs.get_schema)  # each call makes an object, which takes long
+
+
 def schema_of(op_type: str, domain: str, imports: MutableMapping[str, int]) -> onnx.defs.OpSchema:
     """Returns the schema of an operator.
 
@@ -162,7 +165,7 @@ def schema_of(op_type: str, domain: str, imports: MutableMapping[str, int]) -> o
         imports.setdefault(domain, _newest_ml())
     opset = imports.get(domain, 1)
     try:
-        return onnx.defs.get_schema(op_type, opset, domain)
+        return _schema(op_type, opset, domain)
     except onnx.defs.SchemaError as error:
         place = f"domain '{domain}'" if domain else "the standard"
         raise ModelError(f"{op_type}: no such operator in {place} at opset {opset}") from error

@@ -14,12 +14,13 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError
 from ortops.graph.constants import constant_tensor
-from ortops.graph.edit import all_nodes
+from ortops.graph.edit import all_nodes, producer_of
 from ortops.graph.files.external import move_aside
 from ortops.graph.files.messages import MICROSOFT, external_to_inputs
 from ortops.graph.files.serialization import is_map
 from ortops.graph.names import Names
 from ortops.graph.nesting import inner_graphs, subgraphs
+from ortops.graph.operators import MOVES
 from ortops.graph.pooled_sizes import is_miscounted, without_ceil_mode
 from ortops.graph.tensor import Tape, Tensor, op, shape_of
 
@@ -241,8 +242,8 @@ def infer_shapes(model: ir.Model) -> bool:
                 node.resize_outputs(1)
             node.domain, node.op_type = name
             node.attributes.pop("to", None)
-    _remove_element_symbols(model.graph)
-    is_whole = not hidden and all(map(is_inferred, model.graph))
+    removed = _remove_element_symbols(model.graph)
+    is_whole = not hidden and not removed and all(map(_is_inferred, model.graph))
     _infer_rest(model.graph, Tape(model.graph, names=Names()))
     # With ranks of elements, onnxruntime refuses branches that read a sequence and cannot run for
     # its rank; it accepts them in files without.
@@ -253,10 +254,11 @@ def infer_shapes(model: ir.Model) -> bool:
     return is_whole
 
 
-def is_inferred(node: ir.Node) -> bool:
-    """Whether a node without subgraphs has outputs that are tensors of known shapes."""
+def _is_inferred(node: ir.Node) -> bool:
+    """Whether a node without subgraphs has outputs that are sequences or of known shapes."""
     return not inner_graphs(node) and all(
-        value.shape is not None and isinstance(value.type, ir.TensorType)
+        isinstance(value.type, ir.SequenceType)
+        or (value.shape is not None and isinstance(value.type, ir.TensorType))
         for value in node.outputs
         if value.name
     )
@@ -384,8 +386,12 @@ def _values(graph: ir.Graph) -> list[ir.Value]:
     return [*graph.inputs, *(value for node in graph for value in node.outputs)]
 
 
-def _remove_element_symbols(graph: ir.Graph) -> None:
-    """Removes symbolic dimensions of sequence elements, because elements differ in size."""
+def _remove_element_symbols(graph: ir.Graph) -> bool:
+    """Removes symbolic dimensions of sequence elements, because elements differ in size.
+
+    Returns:
+        Whether there were any.
+    """
     tensors = {
         str(dim)
         for value in graph.inputs
@@ -403,10 +409,13 @@ def _remove_element_symbols(graph: ir.Graph) -> None:
     for value in values if elements else ():
         if value.shape is not None and any(str(dim) in elements for dim in value.shape):
             value.shape = ir.Shape([None if str(d) in elements else d for d in value.shape])
+    return bool(elements)
 
 
 def _may_go_backwards(node: ir.Node) -> bool:
     steps = node.inputs[4] if len(node.inputs) > 4 else None
+    if moved := producer_of(steps, *MOVES):  # TorchScript unsqueezes a number
+        steps = moved.inputs[0]
     if steps is None:
         return False
     known = None

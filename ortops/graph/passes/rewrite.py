@@ -112,10 +112,11 @@ def rewrite(
     for each in patterns:
         for op_type in each.op_types:
             by_operator.setdefault((each.domain, op_type), []).append(each)
-    if not any((node.domain, node.op_type) in by_operator for node in graph):
+    candidates = [node for node in graph if (node.domain, node.op_type) in by_operator]
+    if not candidates:
         return False
     tape, changed = Tape(graph, names=names), False
-    for node in list(graph):
+    for node in candidates:
         for each in by_operator.get((node.domain, node.op_type), ()):
             if node.graph is not graph:  # a pattern has removed it
                 break
