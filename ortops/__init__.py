@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ortops._common.delayed_imports import delay_signals, delay_sympy
+from ortops._common.garbage_collection import pause_collection
 
 if TYPE_CHECKING:
     from ortops import (
@@ -156,9 +157,10 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'ortops' has no attribute {name!r}")
     module = _MODULES[name]
-    if module == "ortops":  # a submodule
-        return importlib.import_module(f"ortops.{name}")
-    found: Any = getattr(importlib.import_module(module), name)
+    with pause_collection():
+        if module == "ortops":  # a submodule
+            return importlib.import_module(f"ortops.{name}")
+        found: Any = getattr(importlib.import_module(module), name)
     globals()[name] = found
     return found
 

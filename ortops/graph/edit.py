@@ -382,13 +382,13 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
     unread: dict[ir.Node, None] = {}
     gone: set[ir.Node] = set()  # the unread nodes, and the nodes in their subgraphs
     for node in reversed(nodes):
-        if node.graph is None:
-            continue
-        for value in node.outputs:  # a hot path: most nodes are read, and few are gone
+        for value in node._outputs:  # a hot path: most nodes are read, and few are gone
             uses = value._uses
-            if value.is_graph_output() or (uses and not (gone and _all_in(uses, gone))):
+            if value._is_graph_output or (uses and not (gone and _all_in(uses, gone))):
                 break
         else:
+            if node.graph is None:
+                continue
             unread[node] = None
             gone.add(node)
             for inner in inner_graphs(node):

@@ -91,6 +91,7 @@ class _Scope(NamedTuple):
 
 
 _NOTHING = _Scope()
+_ELEMENT_TYPES = frozenset(onnx.TensorProto.DataType.values())
 
 
 def _computed(nodes: Iterable[onnx.NodeProto]) -> set[str]:
@@ -187,7 +188,7 @@ def _check_type(kind: onnx.TypeProto, where: str, *, required: bool = False) -> 
                 if required and (found is None or _is_undefined(getattr(kind, found))):
                     raise ModelError(f"{where}: it has no type; declare one, such as FLOAT[batch]")
                 elements = getattr(getattr(kind, found or "", None), "elem_type", 0)
-                if elements not in onnx.TensorProto.DataType.values():
+                if elements not in _ELEMENT_TYPES:
                     raise ModelError(
                         f"{where}: its element type {elements} does not exist; declare another"
                     )

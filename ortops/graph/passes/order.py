@@ -54,12 +54,13 @@ def order_for_memory(graph: ir.Graph) -> None:
     Args:
         graph: The graph; it is modified in place.
     """
-    order = _executed(graph)
-    reads = {node: read_inputs(node) for node in order}
+    reads = _executed(graph)
+    order = list(reads)
     owner = _owners(order)
+    owned = {node: {owner.get(value, value) for value in reads[node]} for node in order}
     readers: dict[ir.Value, list[ir.Node]] = defaultdict(list)
     for node in order:
-        for value in {owner.get(value, value) for value in reads[node]}:
+        for value in owned[node]:
             readers[value].append(node)
     kept = {owner.get(value, value) for value in graph.outputs}
     place: dict[ir.Node | None, _Place] = {node: (i, 0) for i, node in enumerate(order)}
@@ -70,7 +71,7 @@ def order_for_memory(graph: ir.Graph) -> None:
         behind = max((place[value.producer()] for value in reads[node]), default=place[None])
         left = sum(map(_bytes, node.outputs))
         last: dict[_Place, float] = defaultdict(float)  # what nobody reads behind a place
-        for value in {owner.get(value, value) for value in reads[node]} - kept:
+        for value in owned[node] - kept:
             others = [place[each] for each in readers[value] if each is not node]
             if value.producer() is not None and max(others, default=behind) < place[node]:
                 size = _bytes(value)
@@ -101,17 +102,18 @@ def _bytes(value: ir.Value) -> float:
     return math.ceil(math.prod(value.shape.numpy()) * value.dtype.bitwidth / 8)
 
 
-def _executed(graph: ir.Graph) -> list[ir.Node]:
-    """Returns the nodes of a graph in the order in which onnxruntime runs them.
+def _executed(graph: ir.Graph) -> dict[ir.Node, list[ir.Value]]:
+    """Returns what each node of a graph reads, in the order in which onnxruntime runs them.
 
     It goes back from each node without readers, the last one first, and behind each node from what
     was written last. Constants are no nodes to it; here, they come first.
     """
-    number = {node: index for index, node in enumerate(graph)}
-    before = {node: {value.producer() for value in read_inputs(node)} for node in graph}
-    constants = [node for node in graph if node.op_type == "Constant"]
+    reads = {node: read_inputs(node) for node in graph}
+    number = {node: index for index, node in enumerate(reads)}
+    before = {node: {value.producer() for value in values} for node, values in reads.items()}
+    constants = [node for node in reads if node.op_type == "Constant"]
     read = set().union(*before.values())
-    pending = [(node, False) for node in graph if node not in read]
+    pending = [(node, False) for node in reads if node not in read]
     seen: set[ir.Node | None] = {None, *constants}
     order = list(constants)
     while pending:
@@ -123,4 +125,4 @@ def _executed(graph: ir.Graph) -> list[ir.Node]:
             pending.append((node, True))
             fresh = [each for each in before[node] if each is not None and each not in seen]
             pending += [(each, False) for each in sorted(fresh, key=number.__getitem__)]
-    return order
+    return {node: reads[node] for node in order}
