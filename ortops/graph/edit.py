@@ -104,9 +104,12 @@ def permutation_of(node: ir.Node) -> tuple[int, ...] | None:
 def node_after(node: ir.Node) -> ir.Node | None:
     """Returns the next node in the graph, or None."""
     graph = node.graph
-    assert isinstance(graph, ir.Graph)
-    following = graph._nodes._value_ids_to_boxes[id(node)].next  # its iterators start at an end
-    return following.value
+    assert graph is not None
+    following = iter(graph)
+    for other in following:
+        if other is node:
+            return next(following, None)
+    return None
 
 
 def has_one_reader(value: ir.Value) -> bool:
@@ -382,9 +385,9 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
     unread: dict[ir.Node, None] = {}
     gone: set[ir.Node] = set()  # the unread nodes, and the nodes in their subgraphs
     for node in reversed(nodes):
-        for value in node._outputs:  # a hot path: most nodes are read, and few are gone
-            uses = value._uses
-            if value._is_graph_output or (uses and not (gone and _all_in(uses, gone))):
+        for value in node.outputs:  # a hot path: most nodes are read, and few are gone
+            uses = value.uses()
+            if value.is_graph_output() or (uses and not (gone and _all_in(uses, gone))):
                 break
         else:
             if node.graph is None:

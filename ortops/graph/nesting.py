@@ -12,11 +12,11 @@ _GRAPH, _GRAPHS = ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS
 def inner_graphs(node: ir.Node) -> list[ir.Graph]:
     """Returns the subgraphs of a node: its branches, or the body of a loop."""
     graphs: list[ir.Graph] = []
-    for attribute in node._attributes.data.values():  # a hot path: properties take twice as long
-        kind = attribute._type
-        if kind is _GRAPH:
+    for attribute in node.attributes.data.values():  # a hot path: the inner dict is faster
+        kind = attribute.type
+        if kind == _GRAPH:
             graphs.append(attribute.as_graph())
-        elif kind is _GRAPHS:
+        elif kind == _GRAPHS:
             graphs.extend(attribute.as_graphs())
     return graphs
 

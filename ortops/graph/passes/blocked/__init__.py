@@ -15,15 +15,12 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import are_of_first_order
-from ortops.graph.edit import remove_unread
-from ortops.graph.operators import is_random
+from ortops.graph.edit import merge_equal_nodes
 from ortops.graph.passes.blocked.expansion import expand
 from ortops.graph.passes.blocked.insertion import insert
 from ortops.graph.passes.blocked.kernels import KERNEL_DOMAIN, block_size
 from ortops.graph.passes.blocked.rules import DOMAIN, TABLE
 from ortops.graph.passes.draft import Draft, Pass
-
-_MERGED = 10  # elements of the largest constants that are merged
 
 
 class _Blocked(Pass):
@@ -54,45 +51,7 @@ class _Blocked(Pass):
         if not any(node.domain == DOMAIN for node in graph):
             return
         expand(graph, draft.names)
-        if not any(is_random(node.op_type) for node in graph):
-            _merge_equal(graph)
-
-
-def _merge_equal(graph: ir.Graph) -> None:
-    """Replaces each node by the first one that computes the same.
-
-    onnx-ir's pass looks at all outputs of the graph for each of them.
-    """
-    known: dict[object, ir.Node] = {}
-    merged: list[ir.Node] = []
-    for node in graph:
-        key = _computation(node)
-        first = node if key is None else known.setdefault(key, node)
-        # Two outputs of the graph cannot be one value.
-        if first is node or any(value.is_graph_output() for value in node.outputs):
-            continue
-        for old, new in zip(node.outputs, first.outputs, strict=True):
-            old.replace_all_uses_with(new)
-        merged.append(node)
-    remove_unread(merged)
-
-
-def _computation(node: ir.Node) -> object:
-    """Returns what is equal for nodes that compute the same; None for those that stay."""
-    key: list[object] = [node.op_identifier(), len(node.outputs), *map(id, node.inputs)]
-    for name, attribute in sorted(node.attributes.items()):
-        value = attribute.value
-        match attribute.type:
-            case ir.AttributeType.INTS | ir.AttributeType.FLOATS | ir.AttributeType.STRINGS:
-                value = tuple(value)
-            case ir.AttributeType.TENSOR if value.size <= _MERGED:
-                value = (value.dtype, *value.shape, value.numpy().tobytes())
-            case ir.AttributeType.TENSOR | ir.AttributeType.GRAPH | ir.AttributeType.GRAPHS:
-                return None
-            case _:
-                pass
-        key += [name, value]
-    return tuple(key)
+        merge_equal_nodes(graph)
 
 
 def _is_of_images(node: ir.Node) -> bool:
