@@ -159,7 +159,6 @@ def _write_variable(
     external.refer(written, data, value)
 
 
-@functools.lru_cache(maxsize=1)  # an optimizer's states of a parameter follow each other
 def _zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Returns zeros in bytes, which `LightModel.attach` does not copy."""
     return np.frombuffer(bytes(math.prod(shape) * dtype.itemsize), dtype).reshape(shape)
