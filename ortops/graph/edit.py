@@ -387,7 +387,9 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
     for node in reversed(nodes):
         for value in node.outputs:  # a hot path: most nodes are read, and few are gone
             uses = value.uses()
-            if value.is_graph_output() or (uses and not (gone and _all_in(uses, gone))):
+            if value.is_graph_output() or (uses and not gone):
+                break
+            if any(user not in gone for user, _ in uses):
                 break
         else:
             if node.graph is None:
@@ -406,14 +408,6 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
             disconnect(node)
             node.graph = None
             graph._nodes.remove(node)
-
-
-def _all_in(uses: Iterable[tuple[ir.Node, int]], nodes: set[ir.Node]) -> bool:
-    """Whether all uses are by some nodes; a loop, because that is faster than `all` here."""
-    for user, _ in uses:  # noqa: SIM110
-        if user not in nodes:
-            return False
-    return True
 
 
 def disconnect(node: ir.Node) -> None:
