@@ -163,7 +163,7 @@ class Execution:
             first = second = hold(values, name, device)
             updated = name in self.variables.updated_by
             if updated and name not in in_place and not self._in_backward:
-                second = hold(values, name, device)
+                second = np.empty_like(first) if device is None else hold(values, name, device)
             self.variables[name] = Variable((first, second))
         self.variables.assign(values)
 

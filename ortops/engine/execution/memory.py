@@ -134,7 +134,8 @@ def hold(values: Mapping[str, Array], name: str, device: Device | None) -> Memor
     stored = values.stored(name) if isinstance(values, Values) else None
     if stored is not None:
         return np.empty(stored.shape.numpy(), stored.dtype.numpy())
-    return np.empty(values[name].shape, values[name].dtype)
+    value = values[name]
+    return np.empty(value.shape, value.dtype)
 
 
 def ort_value(memory: Memory) -> onnxruntime.OrtValue:

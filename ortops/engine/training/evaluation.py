@@ -470,7 +470,7 @@ class Evaluator:
                 try:
                     bound = bind_metric(each, loaded.metadata, first, loaded.inputs, own, head)
                 except OrtopsError:
-                    if metric.output is not None:  # if there is no such tensor, this says so
+                    if metric.output is not None:  # an unknown output has a clearer error
                         self._evaluation((metric.output,), loss=False)
                     raise
                 found[label] = bound

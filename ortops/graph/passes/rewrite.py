@@ -112,9 +112,7 @@ def rewrite(
     for each in patterns:
         for op_type in each.op_types:
             by_operator.setdefault((each.domain, op_type), []).append(each)
-    op_types = {op_type for _, op_type in by_operator}
-    alike = [node for node in graph if node.op_type in op_types]
-    candidates = [node for node in alike if (node.domain, node.op_type) in by_operator]
+    candidates = [node for node in graph if (node.domain, node.op_type) in by_operator]
     if not candidates:
         return False
     tape, changed = Tape(graph, names=names), False
