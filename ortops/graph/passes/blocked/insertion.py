@@ -12,7 +12,6 @@ from ortops.graph.edit import (
     emit,
     emit_one,
     has_one_reader,
-    node_after,
     producer_of,
     remove_unread,
     replace_value,
@@ -64,11 +63,13 @@ class _Insertion:
                 self.tape.before = node
                 self.tape.scope = f"{node.name or node.op_type}/"
                 self._replace(node)
+        nodes = list(graph)
+        following = dict(zip(nodes, nodes[1:], strict=False))
         for value, twin in self.twins.items():
             if value.uses() or value.is_graph_output():
                 producer = twin.value.producer()
                 assert producer is not None
-                self.tape.before = node_after(producer)  # before all consumers
+                self.tape.before = following.get(producer)  # before all consumers
                 plain = rules.leave(twin, self.size, sizes(self.tape.tensor(value))[1])
                 replace_value(self.tape, value, plain)
         remove_unread(list(graph))
