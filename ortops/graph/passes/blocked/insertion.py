@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import is_bound
@@ -64,7 +66,7 @@ class _Insertion:
                 self.tape.scope = f"{node.name or node.op_type}/"
                 self._replace(node)
         nodes = list(graph)
-        following = dict(zip(nodes, nodes[1:], strict=False))
+        following = dict(itertools.pairwise(nodes))
         for value, twin in self.twins.items():
             if value.uses() or value.is_graph_output():
                 producer = twin.value.producer()
