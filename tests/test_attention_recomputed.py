@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,13 @@ def projected(form: str) -> Any:
                     sizes = (batch, 1, HEADS, length, SIZE)
                     k, v = (y[:, :, None].expand(*sizes).flatten(1, 2) for y in (k, v))
             keep = (x[:, :, 0] > -0.5) & (x[:, :1, 1] > 0)  # no key of some samples
-            if form in ("written", "capped"):
+            if form in ("written", "capped", "upcast"):
                 scores = q @ k.transpose(-1, -2) / SIZE**0.5
                 if form == "capped":  # as in Gemma 2
                     scores = torch.tanh(scores / 0.5) * 0.5
-                bias = torch.where(keep, 0.0, -1e9)[:, None, None]
-                y = torch.softmax(scores + bias, -1) @ v
+                bias = torch.where(keep, 0.0, -6e4)[:, None, None].to(x.dtype)
+                wide = torch.float32 if form == "upcast" else None
+                y = torch.softmax(scores + bias, -1, dtype=wide).to(v.dtype) @ v
             else:
                 mask = (
                     keep[:, None, None].expand(batch, 1, length, length) if form == "mask" else None
@@ -120,6 +122,35 @@ def test_files_of_exporters(form: str, exporter: str) -> None:
 @pytest.mark.parametrize("form", [*PLAIN, "capped", "grouped", "repeated"])
 def test_files_of_free_lengths(form: str, exporter: str) -> None:
     compare(form, exporter, {0: "batch", 1: "time"})
+
+
+@pytest.mark.nightly(2)
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("form", ["mask", "upcast"])
+def test_files_of_float16(form: str, exporter: str) -> None:
+    """The loss has the bits of a step without blocks; gradients are near to those in float32."""
+    import torch
+
+    module = projected(form)
+    x, targets = torch.randn(2, 3, LENGTH, WIDTH)
+    x = x.half().float()  # no mask changes by rounding
+    x[:, 0, 1] = 1.0
+    half, axes = copy.deepcopy(module).half(), {0: "batch", 1: "time"}
+    proto = quietly_exported(half, {"x": x.half()}, exporter=exporter, axes=axes, output="y")
+    feeds = {"x": x.half().numpy(), "targets": targets.numpy()}
+    loss, found, scans = step(proto, feeds, Settings())
+    expected, plain, without = step(proto, feeds, Settings().without("attention_blocks"))
+    assert (loss, scans, without) == (expected, 1, 0)
+    torch.nn.functional.mse_loss(module(x), targets).backward()
+    wanted = {n: p.grad.numpy() for n, p in module.named_parameters() if p.grad is not None}
+    scale = max(np.abs(array).max() for array in plain.values())
+    for name, array in plain.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-2, atol=1e-3 * scale, err_msg=name)
+    squares = [sum(float(np.square(a).sum()) for a in each.values()) for each in (found, wanted)]
+    assert squares[0] == pytest.approx(squares[1], rel=2e-2)
 
 
 def compare(form: str, exporter: str, axes: dict[int, str]) -> None:

@@ -4,7 +4,8 @@ A file of an exporter has attention as products and a Softmax, and so has the de
 operator of attention. The backward pass would read the probabilities of all layers, which grow with
 the square of the length. Before differentiation, this pass inserts a placeholder behind the last
 product. Its rule is that of GroupQueryAttention, in blocks of queries. The forward pass is not
-changed, and so are no bits of the loss.
+changed, and so are no bits of the loss. Operands may be broadcast, as far as is known: TorchScript
+computes sizes at run time.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+import numpy as np
 import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import Bound, bound_nodes
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules._blocks import Operands, gradients_in_blocks
 from ortops.graph.constants import Dim, constant_number
-from ortops.graph.edit import emit_one, permutation_of
-from ortops.graph.matching import Found, Number, Search, Variable, form
+from ortops.graph.edit import emit_one, permutation_of, producer_of
+from ortops.graph.matching import Behind, Form, Found, Number, Search, Variable, form
 from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.shapes import is_unknown, unbroadcast
 from ortops.graph.tensor import Tape, Tensor, op
@@ -31,19 +33,35 @@ _PAIRS = 2**18
 """The number of pairs of a query and a key from which on blocks are worth it, if it is known: with
 256 queries and keys, a step of a Llama takes 7 % longer (measured)."""
 
+
+def _before_cast(x: ir.Value) -> ir.Value | None:
+    """Returns the value before a Cast from one type of operands to another."""
+    node = producer_of(x, "Cast")
+    source = None if node is None else node.inputs[0]
+    return source if source is not None and {x.dtype, source.dtype} <= {*_TYPES} else None
+
+
+def _wide(operand: Form) -> Form:
+    """Returns a form that may be computed in another type: a softmax of float16 in float32."""
+    return Behind(operand, _before_cast)
+
+
+_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+"""The types of operands; the gradient is computed in float32."""
+
 _Q, _K, _V, _BIAS, _NONE = (Variable(what) for what in ("Q", "K", "V", "the bias", "empty rows"))
 _NUMBER, _DIVISOR, _INNER, _INNER_DIVISOR, _CAP = (Number() for _ in range(5))
-_PRODUCT = form.MatMul(_Q, _K)
+_PRODUCT = _wide(form.MatMul(_Q, _K))
 _SCALED = _PRODUCT * _NUMBER | _PRODUCT / _DIVISOR | _PRODUCT
 _CAPPED = form.Tanh(_SCALED * _INNER | _SCALED / _INNER_DIVISOR | _SCALED) * _CAP
 _SCORES = _CAPPED | _SCALED
-_P = form.Softmax(_SCORES + _BIAS | _SCORES, ...)
+_P = form.Softmax(_wide(_SCORES + _BIAS | _SCORES), ...)
 _GUARDED = form.Where(form.IsNaN(_P), 0.0, _P)
-_ALLOWED = form.Softmax(_SCORES + form.Where(_NONE, 0.0, _BIAS), ...)
+_ALLOWED = form.Softmax(_wide(_SCORES + form.Where(_NONE, 0.0, _BIAS)), ...)
 _EXCLUDED = form.Where(_NONE, 0.0, _ALLOWED)
 """What `attend` writes: rows of the bias that exclude all keys are left out."""
 
-_FORMULA = form.MatMul(_EXCLUDED | _GUARDED | _P, _V)
+_FORMULA = form.MatMul(_wide(_EXCLUDED | _GUARDED | _P), _V)
 
 
 class _AttentionBlocks(Pass):
@@ -79,7 +97,7 @@ def _insert(node: ir.Node, draft: Draft, active: Collection[ir.Value]) -> bool:
     """Inserts a placeholder behind a product, if that is the last one of attention."""
     y = node.outputs[0]
     for found in Search(_FORMULA, y, removing=False):
-        if not all(map(draft.is_free, found.nodes)) or not _is_chosen(found, y, active):
+        if not all(map(draft.is_free, found.nodes)) or not _is_chosen(found, y):
             continue
         tape = Tape(node.graph, names=draft.names)
         tape.scope = f"{node.name}/"
@@ -95,6 +113,7 @@ def _insert(node: ir.Node, draft: Draft, active: Collection[ir.Value]) -> bool:
                 trained=int(_BIAS in found and found[_BIAS] in active),
                 masked=int(_P not in found or _GUARDED in found),
             )
+        new.value.type = y.type
         for made in tape.nodes:
             tape.graph.remove(made)
         tape.graph.insert_after(node, tape.nodes)
@@ -104,11 +123,11 @@ def _insert(node: ir.Node, draft: Draft, active: Collection[ir.Value]) -> bool:
     return False
 
 
-def _is_chosen(found: Found, y: ir.Value, active: Collection[ir.Value]) -> bool:
-    """Whether operands are of float32 and of rank 4, and may have enough pairs."""
+def _is_chosen(found: Found, y: ir.Value) -> bool:
+    """Whether operands are of such a type and of rank 4, and may have enough pairs."""
     softmax = found[_P if _P in found else _ALLOWED]
     q, k, v, bias = (found.values.get(x) for x in (_Q, _K, _V, _BIAS))
-    if any(x is None or x.dtype != ir.DataType.FLOAT for x in (q, v, softmax, y)):
+    if any(x is None or x.dtype not in _TYPES for x in (q, v, softmax, y)):
         return False
     if any(x is None or x.shape is None or len(x.shape) != 4 for x in (q, k, v, softmax, y)):
         return False
@@ -121,9 +140,7 @@ def _is_chosen(found: Found, y: ir.Value, active: Collection[ir.Value]) -> bool:
     pairs = [size for size in softmax.shape[2:] if isinstance(size, int)]
     if len(pairs) == 2 and math.prod(pairs) < _PAIRS:
         return False
-    if bias is None:
-        return True
-    return bias.shape is not None and len(bias.shape) <= 4
+    return bias is None or (bias.shape is not None and len(bias.shape) <= 4)
 
 
 def _keys(tape: Tape, found: Found) -> tuple[Tensor, float]:
@@ -166,6 +183,9 @@ def _gradient(
     trained: int,
     masked: int,
 ) -> Cotangents:
+    given = q, k, v, bias
+    g, y, q, k, v = (x.astype(np.float32) for x in (g, y, q, k, v))
+    bias = None if bias is None else bias.astype(np.float32)
     wide_v = _spread(v, y, 2)
     wide_q, wide_k = _spread(q, y, 3), _spread(k, wide_v, 3)
     wide_bias = None if bias is None else _with_rows(bias, y, bool(trained))
@@ -178,10 +198,11 @@ def _gradient(
         softcap=softcap,
     )
     dq, dk, dv, dbias, _sink = gradients_in_blocks(g, y, at)
-    found: list[Tensor | None] = [unbroadcast(dx, x) for dx, x in ((dq, q), (dk, k), (dv, v))]
-    if bias is not None:
-        found.append(None if dbias is None else unbroadcast(dbias, bias))
-    return (None, *found)
+    pairs = zip((dq, dk, dv, dbias), given, strict=True)
+    found = [
+        None if dx is None or x is None else unbroadcast(dx, x).astype(x.dtype) for dx, x in pairs
+    ]
+    return (None, *found[: 3 if bias is None else 4])
 
 
 def _spread(x: Tensor, like: Tensor, count: int) -> Tensor:
