@@ -316,7 +316,8 @@ def _estimated(
         return report
     assert words
     tensors = [v.const_value for v in work.graph.initializers.values() if v.const_value]
-    weights = sum(tensor.nbytes for tensor in tensors), sum(left.values())
+    sizes = sum(tensor.nbytes for tensor in tensors), sum(left.values())
+    weights = *sizes, folder.model.stat().st_size
     shape = _BATCH[0], min(_BATCH[1], context), context
     counted = forecast([t.sizes for t in found], attention, weights, words, shape)
     return replace(report, estimated=counted)
