@@ -159,6 +159,18 @@ def find_name(name: str, known: Iterable[str], others: Mapping[str, str]) -> tup
     return None, f"did you mean '{plain[near[0]]}'?" if near else did_you_mean(name, names)
 
 
+def declared(base: type[_T], names: Iterable[str], known: Mapping[str, Any]) -> dict[str, type[_T]]:
+    """Returns the subclasses of a class among names, in their order.
+
+    Args:
+        base: The class.
+        names: The names, such as those in ``__all__`` of the modules that define them.
+        known: What they are the names of.
+    """
+    found = {name: known[name] for name in sorted(names, key=str.lower)}
+    return {n: v for n, v in found.items() if isinstance(v, type) and issubclass(v, base)}
+
+
 def other_names(known: Mapping[str, Any]) -> dict[str, str]:
     """Returns the names of classes by the names that they declare as ``_other_names``."""
     return {

@@ -10,62 +10,56 @@ A loss is an object that names the tensors it reads, or a function of yours:
 
 Losses can be added and weighted: ``0.7 * SoftmaxCrossEntropy("classes") + 0.3 * L1("boxes")``. To
 add a loss to ortops, write a subclass of `Loss` in a file of this folder, and list it in the file's
-``__all__`` and here, because a file is imported when a loss in it is first used.
+``__all__``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from ortops._common.families import Family, Later
-from ortops._common.other_names import find_name, foreign, other_names
+from ortops._common.other_names import declared, find_name, foreign, other_names
 from ortops.errors import ArgumentError
-from ortops.losses.compute import compute
-from ortops.losses.loss import Combined, Function, Loss
-from ortops.losses.scene import Computed, Inputs, Prediction
-
-if TYPE_CHECKING:
-    from ortops.losses.angular import *  # noqa: F403
-    from ortops.losses.boxes import *  # noqa: F403
-    from ortops.losses.classification import *  # noqa: F403
-    from ortops.losses.detection import *  # noqa: F403
-    from ortops.losses.distillation import *  # noqa: F403
-    from ortops.losses.preference import *  # noqa: F403
-    from ortops.losses.regression import *  # noqa: F403
-    from ortops.losses.segmentation import *  # noqa: F403
-    from ortops.losses.sequence import *  # noqa: F403
-    from ortops.losses.similarity import *  # noqa: F403
-
-
-def _make_public(loss: type[Loss]) -> None:
-    loss.__module__ = __name__  # so that messages show the public name
-
-
-_FAMILY = Family[Loss](
-    __name__,
-    {
-        "angular": "ArcFace",
-        "boxes": "CIoU DistributionFocal GIoU",
-        "classification": "BinaryCrossEntropy BinaryCrossEntropyWithLogits Focal Hinge "
-        "NegativeLogLikelihood NextToken SoftmaxCrossEntropy",
-        "detection": "TaskAligned",
-        "distillation": "Distillation",
-        "preference": "DPO",
-        "regression": "L1 GaussianNLL Huber KullbackLeibler MeanSquaredError PoissonNLL Quantile "
-        "SmoothL1",
-        "segmentation": "Dice",
-        "sequence": "CTC",
-        "similarity": "CosineEmbedding InfoNCE Triplet",
-    },
-    _make_public,
+from ortops.losses import (
+    angular,
+    boxes,
+    classification,
+    detection,
+    distillation,
+    preference,
+    regression,
+    segmentation,
+    sequence,
+    similarity,
 )
+from ortops.losses.angular import *  # noqa: F403
+from ortops.losses.boxes import *  # noqa: F403
+from ortops.losses.classification import *  # noqa: F403
+from ortops.losses.compute import compute
+from ortops.losses.detection import *  # noqa: F403
+from ortops.losses.distillation import *  # noqa: F403
+from ortops.losses.loss import Combined, Function, Loss
+from ortops.losses.preference import *  # noqa: F403
+from ortops.losses.regression import *  # noqa: F403
+from ortops.losses.scene import Computed, Inputs, Prediction
+from ortops.losses.segmentation import *  # noqa: F403
+from ortops.losses.sequence import *  # noqa: F403
+from ortops.losses.similarity import *  # noqa: F403
 
 __all__: list[str] = []
-__all__ += _FAMILY.names
+__all__ += angular.__all__
+__all__ += boxes.__all__
+__all__ += classification.__all__
+__all__ += detection.__all__
+__all__ += distillation.__all__
+__all__ += preference.__all__
+__all__ += regression.__all__
+__all__ += segmentation.__all__
+__all__ += sequence.__all__
+__all__ += similarity.__all__
 
-LOSSES: Mapping[str, type[Loss]] = _FAMILY.classes()
+LOSSES: Mapping[str, type[Loss]] = declared(Loss, __all__, globals())
 """All losses by name."""
 
 __all__ += ["LOSSES", "OTHER_NAMES", "Combined", "Computed", "Inputs", "Loss", "LossLike"]
@@ -81,7 +75,8 @@ _DIVERGENCE = (
     "'KullbackLeibler', whose mean divides by the number of elements as in PyTorch"
 )
 
-_HINTS = {
+OTHER_NAMES: Mapping[str, str] = {
+    **other_names(LOSSES),
     "categoricalcrossentropy": "use 'SoftmaxCrossEntropy(probabilities=True)' for one-hot or "
     "soft labels, or 'SoftmaxCrossEntropy' for class numbers",
     "logloss": "use 'SoftmaxCrossEntropy' for classes, 'BinaryCrossEntropyWithLogits' for yes "
@@ -99,25 +94,15 @@ _HINTS = {
     "their logarithms, as PyTorch reads",
     **dict.fromkeys(("iou", "boxiou"), "use 'GIoU' or 'CIoU', or 'Dice' for segmentation"),
 }
-
-OTHER_NAMES: Mapping[str, str] = Later(lambda: {**other_names(LOSSES), **_HINTS})
 """What other libraries call losses, in lower case, without underscores and without "loss"; the
 value is a name, or a hint if the name has several meanings. A class declares those that mean it."""
 
-for _public in (Combined, Loss):
-    _make_public(_public)
+for _public in (Combined, Loss, *LOSSES.values()):
+    _public.__module__ = __name__  # so that messages show the public name
 
 LossLike: TypeAlias = str | Loss | type[Loss] | Function | Mapping[str, Any]
 """A loss, its class or the name of its class (both with default arguments), or a function; or a
 dict with a loss for each of several outputs."""
-
-
-def __getattr__(name: str) -> Any:
-    return _FAMILY.load(name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_FAMILY.names]
 
 
 def resolve(loss: LossLike) -> Loss | Function:
@@ -131,7 +116,6 @@ def resolve(loss: LossLike) -> Loss | Function:
         ArgumentError: If no loss has that name, or the value has another type.
 
     Example:
-        >>> from ortops.losses import L1
         >>> resolve("L1").output is None
         True
         >>> [resolve(name).name for name in ("mse", "cross_entropy", "CTCLoss")]

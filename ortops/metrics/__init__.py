@@ -20,43 +20,40 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from ortops._common.families import Family, Later
-from ortops._common.other_names import find_name, other_names
+from ortops._common.other_names import declared, find_name, other_names
 from ortops.errors import ArgumentError
-from ortops.metrics.metric import StreamingMetric
-
-if TYPE_CHECKING:
-    from ortops.metrics.classification import *  # noqa: F403
-    from ortops.metrics.confusion import *  # noqa: F403
-    from ortops.metrics.detection import *  # noqa: F403
-    from ortops.metrics.functions import Function as Function
-    from ortops.metrics.ranking import *  # noqa: F403
-    from ortops.metrics.regression import *  # noqa: F403
-    from ortops.metrics.sequence import *  # noqa: F403
-
-_FAMILY = Family[StreamingMetric](
-    __name__,
-    {
-        "classification": "F1 Accuracy IoU Precision Recall TopK",
-        "confusion": "ConfusionMatrix",
-        "detection": "MeanAveragePrecision",
-        "functions": "Function",
-        "ranking": "AUC NDCG",
-        "regression": "R2 MeanAbsoluteError MeanSquaredError RootMeanSquaredError",
-        "sequence": "EditDistance Perplexity",
-    },
+from ortops.metrics import (
+    classification,
+    confusion,
+    detection,
+    ranking,
+    regression,
+    sequence,
 )
+from ortops.metrics.classification import *  # noqa: F403
+from ortops.metrics.confusion import *  # noqa: F403
+from ortops.metrics.detection import *  # noqa: F403
+from ortops.metrics.functions import Function
+from ortops.metrics.metric import StreamingMetric
+from ortops.metrics.ranking import *  # noqa: F403
+from ortops.metrics.regression import *  # noqa: F403
+from ortops.metrics.sequence import *  # noqa: F403
 
 __all__: list[str] = []
-__all__ += _FAMILY.names
+__all__ += classification.__all__
+__all__ += confusion.__all__
+__all__ += detection.__all__
+__all__ += ranking.__all__
+__all__ += regression.__all__
+__all__ += sequence.__all__
 
-METRICS: Mapping[str, type[StreamingMetric]] = Later(
-    lambda: {kind().default_name: kind for n, kind in _FAMILY.classes().items() if n != "Function"}
-)
+METRICS: Mapping[str, type[StreamingMetric]] = {
+    each().default_name: each for each in declared(StreamingMetric, __all__, globals()).values()
+}
 
-__all__ += ["Metric", "StreamingMetric", "resolve"]
+__all__ += ["Function", "Metric", "StreamingMetric", "resolve"]
 
 Metric: TypeAlias = StreamingMetric | type[StreamingMetric] | Callable[..., Any]
 """A metric that is not given by name."""
@@ -64,24 +61,15 @@ Metric: TypeAlias = StreamingMetric | type[StreamingMetric] | Callable[..., Any]
 Metrics: TypeAlias = str | Metric | Sequence[str | Metric] | Mapping[str, Any]
 """Metrics, or metrics by the output that they measure."""
 
-_HINTS = {
+OTHER_NAMES: Mapping[str, str] = {
+    **other_names(METRICS),
     "categoricalaccuracy": "use 'accuracy', whose labels are class numbers: give "
     "labels.argmax(axis=1) in place of one-hot labels",
     "map50": "use 'mean_average_precision' with other thresholds: "
     "MeanAveragePrecision(iou_thresholds=[0.5])",
     **dict.fromkeys(("cer", "levenshtein"), "use 'edit_distance'"),
 }
-
-OTHER_NAMES: Mapping[str, str] = Later(lambda: {**other_names(METRICS), **_HINTS})
 """What other libraries call metrics, as in `ortops.losses.OTHER_NAMES`."""
-
-
-def __getattr__(name: str) -> Any:
-    return _FAMILY.load(name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_FAMILY.names]
 
 
 def resolve(metrics: Metrics) -> dict[str, StreamingMetric]:
@@ -95,7 +83,6 @@ def resolve(metrics: Metrics) -> dict[str, StreamingMetric]:
         ArgumentError: If a name is unknown, or two metrics have the same name.
 
     Example:
-        >>> from ortops.metrics import TopK
         >>> sorted(resolve(["accuracy", TopK(5)]))
         ['accuracy', 'top_k']
         >>> sorted(resolve({"kind": ["accuracy", "acc"], "price": "mae"}))
@@ -147,6 +134,5 @@ def _resolve(metric: Any) -> StreamingMetric:
         # Results have the name that the user gave.
         return METRICS[found]() if found == metric else METRICS[found](name=metric)
     if callable(metric):
-        made: StreamingMetric = _FAMILY.load("Function")(metric)
-        return made
+        return Function(metric)
     raise ArgumentError(f"metrics must be names of metrics or functions, got {metric!r:.80}")

@@ -18,78 +18,77 @@ Names: ``norm_coefficient`` is L2 regularization, which is added to the gradient
 is decoupled from the gradient, as in AdamW.
 
 To add an optimizer, write its rule and an `Optimizer` subclass in a file of this folder, and
-list them in the file's ``__all__`` and here. To use a custom optimizer, pass an update rule as
+list them in the file's ``__all__``. To use a custom optimizer, pass an update rule as
 ``optimizer=`` (see `Custom`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
-from ortops._common.families import Family, Later
-from ortops._common.other_names import explain_arguments_of, find_name, foreign, other_names
-from ortops.errors import ArgumentError
-from ortops.optimizers import gradient_descent, moments, squares  # the operators of the domain
-from ortops.optimizers.optimizer import OPERATORS, Custom, Operator, Optimizer, UpdateRule
-
-if TYPE_CHECKING:
-    from ortops.optimizers.distance import *  # noqa: F403
-    from ortops.optimizers.factored import *  # noqa: F403
-    from ortops.optimizers.gradient_descent import *  # noqa: F403
-    from ortops.optimizers.layerwise import *  # noqa: F403
-    from ortops.optimizers.moments import *  # noqa: F403
-    from ortops.optimizers.orthogonal import *  # noqa: F403
-    from ortops.optimizers.quantized import *  # noqa: F403
-    from ortops.optimizers.schedule_free import *  # noqa: F403
-    from ortops.optimizers.sign import *  # noqa: F403
-    from ortops.optimizers.squares import *  # noqa: F403
-    from ortops.optimizers.variants import *  # noqa: F403
-
-_FAMILY = Family[Optimizer](
-    __name__,
-    {
-        "distance": "Prodigy prodigy",
-        "factored": "Adafactor adafactor adafactor_unfactored",
-        "gradient_descent": " ".join(gradient_descent.__all__),
-        "layerwise": "LAMB lamb",
-        "moments": " ".join(moments.__all__),
-        "orthogonal": "Muon muon",
-        "quantized": "Adam8bit adam8bit",
-        "schedule_free": "ScheduleFreeAdamW schedule_free_adamw",
-        "sign": "Lion lion",
-        "squares": " ".join(squares.__all__),
-        "variants": "Adamax NAdam RAdam adamax nadam radam",
-    },
-    lambda optimizer: explain_arguments_of([optimizer]),
+from ortops._common.other_names import (
+    declared,
+    explain_arguments_of,
+    find_name,
+    foreign,
+    other_names,
 )
+from ortops.errors import ArgumentError
+from ortops.optimizers import (
+    distance,
+    factored,
+    gradient_descent,
+    layerwise,
+    moments,
+    orthogonal,
+    quantized,
+    schedule_free,
+    sign,
+    squares,
+    variants,
+)
+from ortops.optimizers.distance import *  # noqa: F403
+from ortops.optimizers.factored import *  # noqa: F403
+from ortops.optimizers.gradient_descent import *  # noqa: F403
+from ortops.optimizers.layerwise import *  # noqa: F403
+from ortops.optimizers.moments import *  # noqa: F403
+from ortops.optimizers.optimizer import OPERATORS, Custom, Operator, Optimizer, UpdateRule
+from ortops.optimizers.orthogonal import *  # noqa: F403
+from ortops.optimizers.quantized import *  # noqa: F403
+from ortops.optimizers.schedule_free import *  # noqa: F403
+from ortops.optimizers.sign import *  # noqa: F403
+from ortops.optimizers.squares import *  # noqa: F403
+from ortops.optimizers.variants import *  # noqa: F403
 
 __all__: list[str] = []
-__all__ += _FAMILY.names
+__all__ += distance.__all__
+__all__ += factored.__all__
+__all__ += gradient_descent.__all__
+__all__ += layerwise.__all__
+__all__ += moments.__all__
+__all__ += orthogonal.__all__
+__all__ += quantized.__all__
+__all__ += schedule_free.__all__
+__all__ += sign.__all__
+__all__ += squares.__all__
+__all__ += variants.__all__
 
-OPTIMIZERS: Mapping[str, type[Optimizer]] = _FAMILY.classes()
+OPTIMIZERS: Mapping[str, type[Optimizer]] = declared(Optimizer, __all__, globals())
 """The optimizer classes by name; a name selects an optimizer with its defaults."""
+
+explain_arguments_of(OPTIMIZERS.values())
 
 __all__ += ["OPERATORS", "OPTIMIZERS", "OTHER_NAMES", "Custom", "Operator", "Optimizer"]
 __all__ += ["UpdateRule", "resolve"]
 
-_HINTS = {
+OTHER_NAMES: Mapping[str, str] = {
+    **other_names(OPTIMIZERS),
     "nesterov": "use Momentum(mode='nesterov')",
     "adamwschedulefree": "use 'ScheduleFreeAdamW'",
     **dict.fromkeys(("adamwtorch", "pagedadamw"), "use 'AdamW'"),
     **dict.fromkeys(("adamw8bit", "pagedadamw8bit"), "use 'Adam8bit', with weight_decay=0.01"),
 }
-
-OTHER_NAMES: Mapping[str, str] = Later(lambda: {**other_names(OPTIMIZERS), **_HINTS})
 """What other libraries call optimizers, as in `ortops.losses.OTHER_NAMES`."""
-
-
-def __getattr__(name: str) -> Any:
-    return _FAMILY.load(name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_FAMILY.names]
 
 
 def resolve(optimizer: str | Optimizer | type[Optimizer] | UpdateRule) -> Optimizer:
