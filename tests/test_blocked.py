@@ -55,12 +55,13 @@ def check(
     assert {node.domain for node in ours.graph.node} <= {"", KERNEL_DOMAIN}
     names = [value.name for value in standard.graph.output]
     assert [value.name for value in ours.graph.output] == names
-    results = zip(names, run(standard, feeds), run(ours, feeds, optimize=optimize), strict=True)
-    for name, wanted, found in results:
+    expected = dict(zip(names, run(standard, feeds), strict=True))
+    for name, found in zip(names, run(ours, feeds, optimize=optimize), strict=True):
+        wanted = expected[name]
         assert wanted.shape == found.shape, name
-        np.testing.assert_allclose(
-            found, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max(), err_msg=name
-        )
+        # The loss is a sum of y times random numbers of both signs, which may nearly cancel.
+        largest = np.linalg.norm(expected["y"]) if name == "loss" else np.abs(wanted).max()
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * largest, err_msg=name)
     return ours
 
 
@@ -125,7 +126,7 @@ CONVOLUTIONS: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]]
         (B, 3 * B // 2, 3, 3),
     ),
     "outputs of a block and a half": ({}, (2, B, 5, 4), (3 * B // 2, B, 1, 1)),
-    "both": ({"strides": [2, 2]}, (2, 3 * B // 2, 7, 6), (7 * B // 4, 3 * B // 2, 3, 3)),
+    "both": ({"strides": [2, 2]}, (2, 3 * B // 2, 7, 6), (5 * B // 2, 3 * B // 2, 3, 3)),
     "depthwise 1x1": ({"group": B}, (3, B, 4, 3), (B, 1, 1, 1)),
 }
 
@@ -241,7 +242,7 @@ def test_transposed_convolutions_between_others_stay_in_the_layout() -> None:
 
 UNSUITABLE: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
     "outputs not of whole blocks": ({}, (2, B, 4, 4), (B + 1, B, 3, 3)),
-    "inputs not of whole blocks": ({}, (2, B + 4, 4, 4), (B, B + 4, 3, 3)),
+    "inputs not of whole blocks": ({}, (2, 5 * B // 4, 4, 4), (B, 5 * B // 4, 3, 3)),
     "groups": ({"group": 2}, (2, 2 * B, 4, 4), (2 * B, B, 3, 3)),
     "more padding than kernel": ({"pads": [2] * 4}, (2, B, 4, 4), (B, B, 1, 1)),
     "one spatial axis": ({}, (2, B, 6), (B, B, 3)),
