@@ -428,6 +428,39 @@ def test_a_prompt_that_opens_reasoning(
     ]
 
 
+def test_replies_around_results_of_tools(tmp_path: Path, here: None) -> None:
+    """Gemma 4 writes a result into the turn, and Harmony drops what its prompt still has."""
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    called = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+    chat = [*said("a"), called, {"role": "tool", "content": "21"}, *said("", "Yes.")[1:]]
+    inside = (
+        "{% for m in messages if m.role != 'tool' %}{{ '<s>' + m.role + ':' }}"
+        "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}"
+        "{% for r in messages if r.role == 'tool' %}{{ '<r>' + r.content + '</r>' }}{% endfor %}"
+        "{% endfor %}{{ m.content + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<s>assistant:' }}{% endif %}"
+    )
+    tokenizer = opened(tmp_path / "inside", template=inside)
+    begin = "<s>user:a</s><s>assistant:"
+    assert shown(tokenizer, {"messages": chat}) == [
+        f"{begin}<call>f</call><r>21</r>«I look.</s>»<s>assistant:«Yes.</s>»",
+        f"{begin}«<call>f</call>I look.</s>»",
+    ]
+    dropped = (
+        "{% for m in messages %}{{ '<s>' + m.role }}"
+        "{% if m.tool_calls and messages[-1].role != 'assistant' or loop.last and m.tool_calls %}"
+        "{{ '(' + m.content + ')' }}{% elif not m.tool_calls %}{{ ' ' + m.content }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ ' to ' + c.function.name }}{% endfor %}"
+        "{{ ' of ' + messages[1].tool_calls[0].function.name if m.role == 'tool' }}{{ '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
+    )
+    tokenizer = opened(tmp_path / "dropped", template=dropped)
+    begin = "<s>user a</s><s>assistant"
+    assert shown(tokenizer, {"messages": chat}) == [
+        f"{begin} to f</s><s>tool 21 of f</s><s>assistant« Yes.</s>»",
+        f"{begin}«(I look.) to f</s>»",
+    ]
+
+
 # ------------------------------------------------------------------------- end tokens
 
 
