@@ -451,7 +451,8 @@ def test_replies_around_results_of_tools(tmp_path: Path, here: None) -> None:
         "{% if m.tool_calls and messages[-1].role != 'assistant' or loop.last and m.tool_calls %}"
         "{{ '(' + m.content + ')' }}{% elif not m.tool_calls %}{{ ' ' + m.content }}{% endif %}"
         "{% for c in m.tool_calls or [] %}{{ ' to ' + c.function.name }}{% endfor %}"
-        "{{ ' of ' + messages[1].tool_calls[0].function.name if m.role == 'tool' }}{{ '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
+        "{{ ' of ' + messages[1].tool_calls[0].function.name if m.role == 'tool' }}"
+        "{{ '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
     )
     tokenizer = opened(tmp_path / "dropped", template=dropped)
     begin = "<s>user a</s><s>assistant"

@@ -94,6 +94,7 @@ class Folder:
         tokenizer_config: The settings in tokenizer_config.json.
         parts: The files of an encoder-decoder model: ``encoder``, ``decoder`` (without a cache),
             ``with_past`` and ``merged``, as far as they exist; empty for other models.
+        scored: The output with the scores of the next token, if a loss names it.
     """
 
     path: Path
@@ -102,6 +103,7 @@ class Folder:
     config: Mapping[str, Any]
     tokenizer_config: Mapping[str, Any]
     parts: Mapping[str, Path] = field(default_factory=dict)
+    scored: str = ""
 
     @property
     def has_tokenizer(self) -> bool:
@@ -129,7 +131,7 @@ class Folder:
     @property
     def logits(self) -> str:
         """The name of the output with the scores of the next token."""
-        return _text(self.genai, "decoder", "outputs", "logits") or "logits"
+        return self.scored or _text(self.genai, "decoder", "outputs", "logits") or "logits"
 
     def input_name(self, name: str) -> str:
         """Returns the model's name of ``input_ids``, ``attention_mask`` or ``position_ids``."""
