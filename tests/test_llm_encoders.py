@@ -457,6 +457,9 @@ def test_a_check_says_that_an_encoder_of_integers_is_not_tuned(tmp_path: Path) -
     ]
     assert str(found).startswith("text encoder model.onnx\n")
     assert "\nproblems: 2\n" in str(found)
+    for rank in (8, None):  # no rank helps
+        with pytest.raises(ortops.UnsupportedError, match=r"is INT8.*: give the folder in float"):
+            FineTuning(folder, rank, task="classification")
 
 
 @pytest.mark.slow

@@ -683,7 +683,10 @@ def _adapted(
             "ortops.llm.FineTuning.load, or merge it with ortops.lora.merge"
         )
     adapter = given["adapter"]
+    fixed = {} if encoder is None else quantized(to_ir(model).graph.initializers.values())
     if given["rank"] is None:
+        if fixed:  # does a rank help?
+            _adapted(folder, files, {**given, "rank": 1}, encoder)
         _refuse_adapter(model, given)
         return model
     if adapter is not None and Path(adapter).is_dir():
@@ -694,7 +697,6 @@ def _adapted(
         head = head_of(model)
         settings["modules_to_save"] = [*saved_modules(given["modules_to_save"]), head]
     kind = model_type_beside(folder.model if files is None else folder.path / "model.onnx")
-    fixed = {} if encoder is None else quantized(to_ir(model).graph.initializers.values())
     try:
         model = move_aside(adapted(read_base(model), **settings, model_type=kind))
         if fixed:
