@@ -414,6 +414,40 @@ def test_texts_are_cut_as_the_folder_says(tmp_path: Path) -> None:
     assert tuning.show(rows) == "row 1: [CLS] it was [SEP] | [CLS] nice [SEP]"
 
 
+@pytest.mark.slow
+def test_embeddings_are_made_as_the_folder_says(tmp_path: Path) -> None:
+    """Pooling may be at another place, texts in lower case, and there may be further modules."""
+    lower = [{"anchor": a, "positive": b} for a, b in (("it was good", "nice"), ("a film", "bad"))]
+    rows = [{name: text.title() for name, text in row.items()} for row in lower]
+    model = encoder("BertModel")
+
+    def loss(folder: Path, rows: Any) -> float:
+        return float(FineTuning(folder, 2, task="retrieval").evaluate(rows)["loss"])
+
+    folder = write(model, tmp_path / "cls", pooling="cls")
+    expected, mean = loss(folder, lower), loss(write(model, tmp_path / "m", pooling="mean"), lower)
+    assert len({expected, mean, loss(folder, rows)}) == 3
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[1]["path"] = "pool"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").rename(folder / "pool")
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    assert loss(folder, rows) == loss(folder, lower) == expected
+    FineTuning(folder, 2, task="retrieval").save(tmp_path / "tuned")
+    assert loss(tmp_path / "tuned", rows) == pytest.approx(expected, abs=1e-5)
+    classifier = FineTuning(folder, 2, task="classification", labels=CLASSES)  # for no such reader
+    assert "[UNK]" in classifier.show([{"text": "Good", "label": "good"}])
+    for name in ("Dense", "LayerNorm"):
+        more = {"idx": 3, "name": "3", "path": f"3_{name}", "type": f"sentence_transformers.{name}"}
+        (folder / "modules.json").write_text(json.dumps([*modules, more]))
+        message = rf"the module {name} of modules.json is not in 'model.onnx'; export .*_embedding'"
+        with pytest.raises(UnsupportedError, match=message):
+            loss(folder, rows)
+        found = check_folder(folder)
+        assert found.tasks == ["classification"]
+        assert [each.split(":")[0] for each in found.said] == ["not for pairs", "not for retrieval"]
+
+
 # ---------------------------------------------------------------------------- what is refused
 
 

@@ -228,7 +228,9 @@ class FineTuning:
         elif files is not None and files.has_encoder:
             kind = SequencePairs(files, *settings)
         else:
-            kind = (Comparisons if _loss_settings(model).get("loss") == "DPO" else Sequences)(*settings)
+            kind = (Comparisons if _loss_settings(model).get("loss") == "DPO" else Sequences)(
+                *settings
+            )
         self._batches = Batches(kind, self.session.inputs)
 
     @property
