@@ -21,6 +21,7 @@ from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError, Uns
 from ortops.llm import FineTuning
 from ortops.llm.checking import check_folder
 from ortops.llm.encoder_rows import labels_in
+from ortops.llm.folder import open_folder
 from ortops.llm.options import TASKS
 from ortops.optimizers import SGD
 
@@ -412,6 +413,44 @@ def test_texts_are_cut_as_the_folder_says(tmp_path: Path) -> None:
     rows = [{"anchor": "it was a good film", "positive": "nice"}]
     tuning = FineTuning(folder, 2, task="retrieval")
     assert tuning.show(rows) == "row 1: [CLS] it was [SEP] | [CLS] nice [SEP]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Roberta", "MPNet", "XLMRoberta", "Bert", "GPT2"])
+def test_the_longest_text_is_transformers(kind: str, tmp_path: Path) -> None:
+    """Positions of RoBERTa begin behind the token of padding; GPT-2 has another name for them."""
+    import torch
+    import transformers
+
+    sizes = {"vocab_size": 24, "pad_token_id": 3, "max_position_embeddings": 18, "n_positions": 18}
+    sizes |= {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes))
+    (tmp_path / "model.onnx").write_bytes(b"")
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
+    longest = open_folder(tmp_path).context_length
+    assert longest is not None
+    for length in (longest, longest + 1):
+        try:
+            with torch.no_grad():
+                model(torch.full((1, length), 5), attention_mask=torch.ones(1, length))
+        except (IndexError, RuntimeError):
+            break
+    assert length == longest + 1
+
+
+@pytest.mark.slow
+def test_a_model_of_one_number_needs_labels(tmp_path: Path) -> None:
+    model = encoder("BertForSequenceClassification", num_labels=1)
+    folder = write(model, tmp_path / "base")
+    message = "labels must be the names of at least 2 classes, as 'model.onnx' computes one number"
+    for task in ("classification", "pairs"):
+        with pytest.raises(ArgumentError, match=f"{message} .* got none"):
+            FineTuning(folder, 2, task=task)
+    found = check_folder(folder)
+    assert not found.tasks
+    assert all(message in each for each in found.problems)
+    tuning = FineTuning(folder, 2, task="classification", labels=CLASSES)
+    tuning.fit([{"text": text, "label": label} for text, label in TEXTS], progress=False)
 
 
 @pytest.mark.slow

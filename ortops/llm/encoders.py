@@ -146,8 +146,13 @@ def _labels(folder: Folder, graph: Any, given: Sequence[str] | None) -> tuple[st
                 f"{given!r:.80}; or leave them out"
             )
         return names
-    if own:
+    if len(own) > 1:
         return own
+    if count == 1 or own:
+        raise ArgumentError(
+            f"labels must be the names of at least 2 classes, as '{folder.model.name}' computes "
+            "one number for each text, got none; with labels it gets a new last layer"
+        )
     if count < 2:
         raise ArgumentError("labels must be the names of the classes, as it has none, got none")
     return tuple(f"LABEL_{number}" for number in range(count))

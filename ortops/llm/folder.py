@@ -33,6 +33,11 @@ _NAMES = (
     "onnx/decoder_model_merged.onnx",
 )
 _ADAPTERS = ".onnx_adapter"
+_BEHIND_PADDING = (
+    *("roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "mpnet"),
+    *("longformer", "data2vec-text", "ibert", "esm"),
+)
+"""Types of models whose positions begin behind the token of padding."""
 _NORMS, _FIRST_NORM = ("q_norm_weight", "k_norm_weight"), 14
 _PARTS = {
     "encoder": "encoder_model",
@@ -66,7 +71,7 @@ _TOKEN = Expected(
 _TEMPLATE = Expected("a string, or an array of objects with 'name' and 'template'", _is_template)
 _CONFIG = {
     **dict.fromkeys(("max_position_embeddings", "max_target_positions", "vocab_size"), _INTEGER),
-    **dict.fromkeys(("decoder_start_token_id", "num_hidden_layers"), _INTEGER),
+    **dict.fromkeys(("decoder_start_token_id", "num_hidden_layers", "n_positions"), _INTEGER),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "head_dim"), _INTEGERS),
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), _INTEGERS),
     "model_type": or_null(TEXT),
@@ -113,7 +118,11 @@ class Folder:
     @property
     def context_length(self) -> int | None:
         """The largest number of tokens of a sequence; None if the folder has no such setting."""
-        found = self.genai.get("context_length", self.config.get("max_position_embeddings"))
+        others = {} if self.parts else self.config  # T5 has n_positions, but no such limit
+        found = self.config.get("max_position_embeddings", others.get("n_positions"))
+        if isinstance(found, int) and self.config.get("model_type") in _BEHIND_PADDING:
+            found -= self.pad + 1
+        found = self.genai.get("context_length", found)
         return found if isinstance(found, int) and found > 0 else None
 
     @property
