@@ -30,6 +30,7 @@ from ortops.graph.limits import LIMITS
 from ortops.llm import FineTuning, row_kinds
 from ortops.llm.folder import open_folder
 from ortops.llm.row_kinds import Comparisons, Sequences
+from ortops.llm.sequence_pairs import read_pair
 from ortops.llm.tokenization import Tokenizer
 
 pytestmark = [pytest.mark.optional("tokenizers", "llm"), pytest.mark.optional("jinja2", "llm")]
@@ -486,6 +487,94 @@ def test_an_end_that_the_tokenizer_appends(tmp_path: Path, here: None) -> None:
 
 
 # ------------------------------------------------------------------------- kinds of rows
+
+
+def test_chats_that_other_libraries_write(
+    tmp_path: Path, here: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ShareGPT's weights and system, whole chats beside their prompt, and masks of tokens."""
+    tokenizer = opened(tmp_path / "base", template=template_of("ChatML"))
+    user, reply = said("a", "b")
+    system = {"role": "system", "content": "s"}
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    (plain,) = shown(tokenizer, {"messages": [user, reply]})
+    (led,) = shown(tokenizer, {"messages": [system, user, reply]})
+    more = [*turns, *({**turn, "weight": 0} for turn in turns)]
+    weighed = plain + plain.replace("«", "").replace("»", "")
+    with all_violations() as check:
+        for row, expected in (
+            ({"conversations": more}, weighed),
+            ({"conversations": [user, reply]}, plain),
+            ({"messages": turns}, plain),
+            ({"messages": json.dumps([user, reply])}, plain),
+            ({"system": "", "conversations": turns}, plain),
+            ({"system": "s", "conversations": turns}, led),
+            ({"system": "s", "messages": [user, reply]}, led),
+            ({"system": "other", "messages": [system, user, reply]}, led),
+            ({"system": "s", "instruction": "a", "input": "", "output": "b"}, led),
+            ({"prompt": [system, user], "completion": "b"}, led),
+            ({"prompt": "a", "completion": [system, user, reply]}, led),
+        ):
+            with check(row):
+                assert shown(tokenizer, row) == [expected]
+        for row, message in (
+            ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history is not read"),
+            ({"system": 3, "messages": [user, reply]}, "system must be a text, got 3"),
+            ({"messages": said("a", float("nan"))}, "content of a message must be a text, got nan"),
+            ({"query": "a", "reply": "b"}, "no 'text'; if it has another name, give columns="),
+            ({"messages": "[1"}, "data: row 1 must have messages"),
+        ):
+            with check(row), pytest.raises(ortops.FeedError, match=message):
+                shown(tokenizer, row)
+        folder: Any = None
+        read = Comparisons(folder, lambda: tokenizer, None).read
+        answers = {"chosen": said("", "b")[1:], "rejected": said("", "c")[1:]}
+        (expected,) = read([{"prompt": [system, user], **answers}], 99, "assistant")
+        whole = {name: [system, user, *turns] for name, turns in answers.items()}
+        texts = {name: turns[0]["content"] for name, turns in answers.items()}
+        for row in (
+            whole,
+            {"prompt": "a", **whole},
+            {"prompt": [system, user], **whole},
+            {"system": "s", "prompt": "a", **answers},
+            {"prompt": [system, user], **texts},
+            {"prompt": [system, user], **{name: turns[0] for name, turns in answers.items()}},
+        ):
+            with check(("preference", row)):
+                (found,) = read([row], 99, "assistant")
+                for one, other in zip(found, expected, strict=True):
+                    assert one.tokens.tolist() == other.tokens.tolist()
+                    assert one.labels.tolist() == other.labels.tolist()
+    caplog.clear()
+    rows: Any = [{"messages": said("a", "b")}, {"messages": [{"role": "gpt", "content": "b"}]}]
+    assert len(read_examples(rows, lambda: tokenizer, "assistant", 99)) == 1
+    assert caplog.records[-1].message == (
+        "1 rows have no message of the role 'assistant', or only those of weight 0"
+    )
+
+
+def test_masks_of_tokens(tmp_path: Path) -> None:
+    """Padding is no token, and TRL's masks say what is trained."""
+    ids = {"input_ids": [0, 5, 6, 7, 0]}
+    for row, tokens, labels in (
+        ({"attention_mask": [0, 1, 1, 1, 0]}, [5, 6, 7], [5, 6, 7]),
+        ({"completion_mask": [0, 0, 1, 1, 1]}, ids["input_ids"], [-100, -100, 6, 7, 0]),
+        ({"assistant_masks": [0, 0, 1, 0, 1]}, ids["input_ids"], [-100, -100, 6, -100, 0]),
+        (
+            {"attention_mask": [0, 1, 1, 1, 0], "completion_mask": [0, 0, 1, 1, 0]},
+            [5, 6, 7],
+            [-100, 6, 7],
+        ),
+    ):
+        (example,) = read_examples([{**ids, **row}], lambda: None, "assistant", 99)
+        assert (example.tokens.tolist(), example.labels.tolist()) == (tokens, labels)
+    source, _ = read_pair(
+        {**ids, "attention_mask": [1, 1, 1, 1, 0], "labels": [1]}, None, None, None
+    )
+    assert source.tolist() == [0, 5, 6, 7]
+    for wrong in ([0, 1], [2] * 5):
+        with pytest.raises(ortops.FeedError, match="row 1 must have"):
+            read_examples([{**ids, "attention_mask": wrong}], lambda: None, "assistant", 99)
 
 
 def test_rows_in_the_forms_of_recipes(tmp_path: Path, here: None) -> None:

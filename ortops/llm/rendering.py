@@ -416,6 +416,8 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message as templates see it."""
     result = {n: v for n, v in given.items() if n != "weight" and (v is not None or n == "content")}
     content = result.get("content")
+    if isinstance(content, float) and content != content:
+        raise _BlamedError("data", f"the content of a message must be a text, got {content}")
     if isinstance(content, list):
         result["content"] = [_part(each) for each in content]
     if isinstance(calls := result.get("tool_calls"), list):

@@ -38,6 +38,7 @@ NAMES = (
     *("input_features", "decoder_prefix", *SETTINGS),
     *("label", "score", "text_pair", "sentence", "sentence1", "sentence2", "premise", "hypothesis"),
     *("anchor", "query", "positive", "negative"),
+    *("system", "attention_mask", "completion_mask", "assistant_masks"),
 )
 """The names that a row may have."""
 
