@@ -354,6 +354,31 @@ def test_the_template_for_tools(tmp_path: Path, here: None) -> None:
     assert shown(tokenizer, row) == ["<s>a«<s>b»"]
 
 
+def test_the_template_for_tools_in_a_file_of_its_own(tmp_path: Path, here: None) -> None:
+    """transformers writes templates with names into a folder, which is saved, too."""
+    base = llama.write(tmp_path / "base", layers=1)
+    text = "{% for m in messages %}~{{ m.content }}{% endfor %}"
+    plain, tools = (text.replace("~", letter) for letter in "#!")
+    (base / "chat_template.jinja").write_text(plain)
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates/tool_use.jinja").write_text(tools)
+    tuning = FineTuning(base, 1)
+    tuning.save(tmp_path / "tuned")
+    row = {"messages": said("a", "b")}
+    for found in (tuning, FineTuning.load(tmp_path / "tuned")):
+        assert shown(found.tokenizer, row) == ["#a«#b»"]
+        assert shown(found.tokenizer, {**row, "tools": TOOLS}) == ["!a«!b»"]
+        assert shown(found.tokenizer, row) == ["#a«#b»"]
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/secret").write_text("x")
+    (base / "additional_chat_templates/tool_use.jinja").unlink()
+    (base / "additional_chat_templates").rmdir()
+    (base / "additional_chat_templates").symlink_to(tmp_path / "outside")
+    with pytest.raises(ortops.ModelError, match="is a link that leads out"):
+        FineTuning(base, 1).save(tmp_path / "again")
+    assert not list((tmp_path / "again").rglob("secret"))
+
+
 def test_json_in_templates(tmp_path: Path, here: None) -> None:
     value = {"b": "<é>", "a": [1, None]}
     forms = {
@@ -617,6 +642,8 @@ def test_rows_of_files_are_those_in_memory(
     lines = "".join(f"{json.dumps(row)}\n\n" for row in rows)
     table = "question,answer\n" + "".join('"{question}","{answer}"\n'.format(**row) for row in rows)
     texts = {"a.jsonl": lines, "a.txt": lines, "list.json": json.dumps(rows), "lines.json": lines}
+    texts |= {"bom.json": f"\ufeff{texts['list.json']}", "bom.jsonl": f"\ufeff{lines}"}
+    texts["list.jsonl"] = json.dumps(rows, indent=1)
     parts = {"f/2.jsonl": lines[: lines.index("\n\n") + 2], "f/d/3.csv": table, "f/x.md": "no"}
     for name, text in {**texts, "a.csv": table, **parts}.items():
         file = tmp_path / name
