@@ -246,7 +246,7 @@ def _ortops(folder: Path, sizes: Sizes, settings: argparse.Namespace) -> list[fl
     """Tunes with ortops; returns the seconds of each step."""
     from ortops.llm import FineTuning
 
-    more = {"recompute": settings.recompute} if settings.recompute else {}
+    more = {} if settings.recompute is None else {"recompute": settings.recompute or None}
     tuning = FineTuning(folder, rank=settings.rank, providers=settings.providers, **more)
     print(json.dumps({"opened": peak_megabytes()}), file=sys.stderr)
     batches, length = _batches(sizes, settings), settings.length
@@ -360,8 +360,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--recompute",
         type=lambda text: int(text) if text.isdecimal() else text,
-        default=0,
-        help="activations to keep, or which to compute again, as for FineTuning",
+        help="activations to keep, or which to compute again, as for FineTuning; 0 for none",
     )
     parser.add_argument("--save", default="", help="a folder to save to at the end")
     parser.add_argument("--run", action="store_true", help="measure in this process")

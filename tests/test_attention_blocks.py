@@ -170,10 +170,44 @@ def test_without_outputs_for_a_cache() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_the_forward_pass_keeps_the_kernel() -> None:
+@pytest.mark.parametrize("settings", [{}, {"softcap": 2.0}, {"local_window_size": 40}], ids=str)
+def test_the_forward_pass_keeps_the_kernel(settings: dict[str, Any]) -> None:
     feeds = {"q": np.zeros((1, 1, 32)), "k": np.zeros((1, 1, 16)), "v": np.zeros((1, 1, 16))}
     feeds |= {"pk": np.zeros(0), "pv": np.zeros(0), "lengths": np.zeros(0), "total": np.zeros(0)}
     feeds["weights"] = np.zeros((1, 1, 32))
-    kinds = [each.op_type for each in ortops.lower(attention(feeds)).graph.node]
+    nodes = list(ortops.lower(attention(feeds, **settings)).graph.node)
+    kinds = [each.op_type for each in nodes]
     assert kinds.count("GroupQueryAttention") == kinds.count("Scan") == 1
     assert "Softmax" not in kinds
+
+
+def test_a_block_reads_the_keys_of_its_window() -> None:
+    """No row of a block of scores is longer than the window and the block."""
+    feeds: dict[str, Array] = {
+        "q": np.zeros((1, 600, HEADS * SIZE)),
+        "k": np.zeros((1, 600, PAIRS * SIZE)),
+        "v": np.zeros((1, 600, PAIRS * SIZE)),
+        "pk": np.zeros((1, PAIRS, 0, SIZE)),
+        "pv": np.zeros((1, PAIRS, 0, SIZE)),
+        "lengths": np.array([599], np.int32),
+        "total": np.array(600, np.int32),
+        "weights": np.zeros((1, 600, HEADS * SIZE)),
+    }
+    single = {n: a.astype(np.float32) if a.dtype == np.float64 else a for n, a in feeds.items()}
+    widths = []
+    for window in (-1, 40):
+        lowered = ortops.lower(attention(feeds, local_window_size=window))
+        (scan,) = (each for each in lowered.graph.node if each.op_type == "Scan")
+        for name in ("scan_output_directions", "scan_output_axes"):  # the default, for all outputs
+            given = [a for a in scan.attribute if a.name == name]
+            assert not any(any(a.ints) for a in given)
+            for each in given:
+                scan.attribute.remove(each)
+        (body,) = (a.g for a in scan.attribute if a.HasField("g"))
+        (softmax,) = (each for each in body.node if each.op_type == "Softmax")
+        body.node.append(helper.make_node("Shape", [softmax.output[0]], ["shape"], start=3))
+        body.output.append(value("shape", [1], TensorProto.INT64))
+        scan.output.append("shapes")
+        lowered.graph.output.append(value("shapes", ["block", 1], TensorProto.INT64))
+        widths.append(plain_session(lowered).run(["shapes"], single)[0].ravel().tolist())
+    assert widths == [[120, 240, 360, 480, 600], [120, 159, 159, 159, 159]]

@@ -157,6 +157,8 @@ PAIRS: dict[str, list[Pair]] = {
         Pair("--recompute sqrt", TUNE, "recompute", "sqrt"),
         Pair("--recompute elementwise", TUNE, "recompute", "elementwise"),
         Pair("--recompute 3", TUNE, "recompute", 3),
+        Pair("--recompute none", TUNE, "recompute", None),
+        Pair("--rank none", TUNE, "rank", None),
         Pair("--adapter peft", TUNE, "adapter", "peft"),
         Pair("--task pairs", TUNE, "task", "pairs"),
         Pair("--labels a b", TUNE, "labels", ["a", "b"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -16,12 +17,17 @@ import onnxruntime
 import pytest
 
 import ortops
+from benchmarks import language
+from models import llama
 from models.lstm import lstm
 from models.mlp import mlp
 from models.resnet import resnet
 from models.transformer import transformer
 from ortops import ArgumentError, ModelError, Tape, TrainingSession, op
+from ortops.engine.execution.memory import Device
+from ortops.engine.execution.settings import Settings
 from ortops.graph.passes.rematerialization import _Forward
+from ortops.llm import FineTuning
 from ortops.optimizers import SGD, Adam
 
 Array = np.ndarray[Any, Any]
@@ -133,7 +139,69 @@ def test_elementwise_functions_alone_are_computed_again(tmp_path: Path) -> None:
     assert counts[0] - counts[1] == 3
 
 
+def tuned(folder: Path, **settings: Any) -> tuple[list[float], Counter[str]]:
+    """Returns the losses of three steps, and the operators of a step."""
+    tuning = FineTuning(folder, **{"rank": 2, "learning_rate": 0.03, **settings})
+    rows = np.random.default_rng(3).integers(3, 60, (6, 9)).tolist()
+    if settings.get("loss") == "DPO":
+        rows = [{"prompt": r[:3], "chosen": r[3:7], "rejected": r[5:]} for r in rows]
+    history = tuning.fit(rows, epochs=2, batch_size=3, progress=False)
+    operators = tuning.session.report().operators
+    assert operators
+    return history.history["loss"], Counter(operators)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bits", "settings"),
+    [(32, {}), (4, {}), (32, {"rank": None}), (32, {"dropout": 0.2}), (4, {"loss": "DPO"})],
+    ids=str,
+)
+def test_tuning_computes_functions_again_for_equal_losses(
+    bits: int, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = llama.write(tmp_path, bits=bits)
+    caplog.set_level(logging.INFO, "ortops")
+    losses, again = tuned(folder, **settings)
+    (said,) = [each for each in caplog.messages if "computed again" in each]
+    assert said.startswith("model: activation functions, products of elements and normalizations")
+    assert said.endswith("recompute=None keeps them")
+    caplog.clear()
+    expected, kept = tuned(folder, **settings, recompute=None)
+    assert "computed again" not in caplog.text
+    assert losses == expected
+    assert losses[-1] < losses[0]
+    more = again - kept
+    assert more["SimplifiedLayerNormalization"] + more["RMSNormalization"] > 1
+    products = ("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "GroupQueryAttention")
+    assert not any(more[name] for name in products)
+
+
+@pytest.mark.slow
+def test_tuning_in_float16_is_equal_up_to_rounding(tmp_path: Path) -> None:
+    sizes = language.Sizes(2, 64, 4, 2, 96, 60, bits=4, dtype="float16")
+    folder = language.write(tmp_path, sizes)
+    losses, again = tuned(folder)
+    expected, kept = tuned(folder, recompute=None)
+    np.testing.assert_allclose(losses, expected, rtol=2e-3)
+    assert again.total() > kept.total()
+
+
+@pytest.mark.slow
+def test_what_is_chosen_automatically_on_a_device() -> None:
+    """Nothing: there, copies of nodes would wait for sizes that come from the host."""
+    model, batch = trainable(gated()), tokens(3, 4, 8)
+
+    def operators(chosen: Any, device: Device | None = None) -> Counter[str]:
+        session = TrainingSession(model, recompute=chosen, settings=Settings(device=device))
+        session.step(batch)
+        return Counter(session.report().operators)
+
+    assert operators("auto") == operators("elementwise") != operators(None)
+    device = Device("cpu")
+    assert operators("auto", device) == operators(None, device) != operators("elementwise", device)
+
+
 def test_names() -> None:
     model, batch = made("transformer")
     same(model, batch, ["encoder.layers.1/Add_1_output", "encoder.layers.3/Add_output"])

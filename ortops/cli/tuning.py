@@ -27,6 +27,9 @@ from ortops.llm.row_files import of_path
 from ortops.llm.saving import ADAPTER, TRAINING, UNFINISHED, is_unfinished
 from ortops.llm.tuning import optimizer_of
 
+_NONE = ("rank", "recompute")
+"""Options of which none is None."""
+
 _OF_SHOW = {"batch_size", "max_length", "train_on", "columns"}
 
 
@@ -72,7 +75,6 @@ def _opened(
     if not continues:
         given = _given(options, TUNING) | _loss(options)
         given |= {} if rate is None else {"learning_rate": rate}
-        given |= {"rank": None} if options.rank == "none" else {}
         given |= _labels(options)
         return FineTuning(folder, **_with_optimizer(given))
     again = {"learning_rate", *inspect.signature(FineTuning.load).parameters}
@@ -83,7 +85,8 @@ def _opened(
                 f"{option}: '{folder}' continues a training with its own; omit {option}, or "
                 "start from the original folder"
             )
-    tuning = FineTuning.load(folder, options.recompute, providers=options.providers)
+    kept = _given(options, {name: TUNING[name] for name in ("recompute", "providers")})
+    tuning = FineTuning.load(folder, **kept)
     if rate is not None and not resumes:
         if not isinstance(rate, int | float):
             raise OrtopsError(
@@ -105,7 +108,8 @@ def _labels(options: argparse.Namespace) -> dict[str, Any]:
 def _given(options: argparse.Namespace, table: Mapping[str, Option]) -> dict[str, Any]:
     """Returns the given options for arguments of a table."""
     own = (name for name, option in table.items() if option.metavar is not None)
-    return {name: value for name in own if (value := getattr(options, name)) is not None}
+    given = {name: value for name in own if (value := getattr(options, name)) is not None}
+    return given | {name: None for name in _NONE if given.get(name) == "none"}
 
 
 def _loss(options: argparse.Namespace) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.serialization import to_proto
+from ortops.graph.passes.rematerialization import SAID
 from ortops.llm.encoders import encoder_of, first_of, has_classes, tasks_of
 from ortops.llm.estimates import Forecast, attention_of, forecast
 from ortops.llm.examples import IGNORED
@@ -133,6 +134,7 @@ class Report:
         weights: The number of floating-point values in weights, adapters apart.
         quantized: The number of quantized weights.
         tasks: The tasks for which a text encoder can be trained; none for a language model.
+        recompute: What a step computes again by default.
         said: Remarks.
         estimated: What a step needs, counted; of forms of attention that were measured.
         measured: What a few steps needed, on request.
@@ -150,6 +152,7 @@ class Report:
     weights: int = 0
     quantized: int = 0
     tasks: list[str] = field(default_factory=list)
+    recompute: str = "elementwise"
     said: list[str] = field(default_factory=list)
     estimated: Forecast | None = None
     measured: Measurement | None = None
@@ -163,12 +166,13 @@ class Report:
     def __str__(self) -> str:
         floats = f"weights: {self.weights:,} floating-point values"
         weights = f"{floats}, {self.quantized} quantized matrices"
+        again = f"{SAID}; --recompute none keeps them"
         problems = [f"problems: {len(self.problems)}", *(f"  {each}" for each in self.problems)]
         if not self.loss:
             ready = f"no problems: ready for ortops tune --task {' or '.join(self.tasks)}"
             inputs = f"inputs: {', '.join(self.inputs)}"
             end = [ready] if self.tasks else problems
-            return text_of([f"text encoder {self.model}", inputs, weights, *self.said, *end])
+            return text_of([f"text encoder {self.model}", inputs, weights, again, *self.said, *end])
         shown = f"{self.caches[0]} … {self.caches[-1]}" if self.caches else "none"
         layers = ", ".join(f"{name} × {count}" for name, count in self.layers.items())
         lines = [
@@ -179,6 +183,7 @@ class Report:
             f"layers that get an adapter: {layers or 'none'}",
             f"adapter of rank {_RANK}: {self.adapter_size:,} values",
             weights,
+            again,
             *self.said,
         ]
         needs = [each for each in (self.estimated, self.measured, self.served) if each is not None]
@@ -311,7 +316,8 @@ def _estimated(
         return report
     assert words
     tensors = [v.const_value for v in work.graph.initializers.values() if v.const_value]
-    weights = sum(tensor.nbytes for tensor in tensors), sum(left.values())
+    sizes = sum(tensor.nbytes for tensor in tensors), sum(left.values())
+    weights = *sizes, folder.model.stat().st_size
     shape = _BATCH[0], min(_BATCH[1], context), context
     counted = forecast([t.sizes for t in found], attention, weights, words, shape)
     return replace(report, estimated=counted)

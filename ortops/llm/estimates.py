@@ -13,12 +13,14 @@ import onnx_ir as ir
 
 from ortops._common.cores import usable_memory
 from ortops.graph.edit import ancestor_nodes
+from ortops.graph.passes.chunked_logits import largest_chunk
 
-_BASE, _LAYER = 124e6, 8e6
+_BASE, _LAYER = 112e6, 11e6
 """Bytes of Python, its packages and onnxruntime, and of the graphs of a layer."""
 
-_COPIED, _COPIES = 2**28, 2.4
-"""Up to so many bytes of weights, the session and onnxruntime have this many copies of them."""
+_COPIED, _COPIES = 2**28, 2.5
+"""Up to so many bytes of weights, the session and onnxruntime have this many copies of them; of
+more one, and one more of those that are inside the model's file."""
 
 _OF_ADAPTER = 20
 """Bytes for each value of an adapter: itself, its first value, its gradient and two moments."""
@@ -29,8 +31,8 @@ class _Form(NamedTuple):
 
     Attributes:
         copies: How many more copies of the weights there are.
-        kept: What a step keeps for each number that an adapted layer reads or returns: others lie
-            between.
+        kept: What a step keeps with recompute=None for each number that an adapted layer reads or
+            returns: others lie between.
         scores: How many arrays of the scores of a layer there are, of each head, query and key.
     """
 
@@ -39,17 +41,19 @@ class _Form(NamedTuple):
     scores: float
 
 
-_PLAIN = _Form(2.3, 1.65, 3)
 _FORMS = {
-    ("com.microsoft", "GroupQueryAttention"): _Form(0, 1.45, 0),
-    ("com.microsoft", "MultiHeadAttention"): _Form(0.9, 1.45, 3),
-    ("", "Attention"): _PLAIN,
-    ("", "Softmax"): _PLAIN,
+    ("com.microsoft", "GroupQueryAttention"): _Form(0, 1.33, 0),
+    ("com.microsoft", "MultiHeadAttention"): _Form(0.2, 1.5, 0.7),
+    ("", "Attention"): _Form(0.8, 1.2, 0.7),
+    ("", "Softmax"): _Form(0.6, 1.4, 3.5),
 }
 """Measured, with products of matrices in float32."""
 
-_CHUNK, _LOGITS = 2**23, 3.5
-"""The largest number of logits at a time, and how many arrays of their size there are."""
+_AGAIN = 0.68
+"""The share of `_Form.kept` that a step keeps by default, with recompute="elementwise"."""
+
+_LOGITS = 3.25
+"""How many arrays of the size of a chunk of logits there are."""
 
 _FASTER, _SLOWER = 0.8, 8
 """How many times as long a step takes as its matrix products at the best speed of one alone."""
@@ -63,13 +67,14 @@ class Forecast:
         rows: The number of rows per step.
         tokens: The number of tokens per row.
         fixed: The bytes that do not depend on the batch, the adapter of rank 8 included.
-        per_token: The bytes for each token of a batch, the logits apart.
+        per_token: The bytes for each token of a batch, the logits apart, by default.
         words: The number of logits of a token.
         per_rank: The bytes for each rank of the adapter.
         context: The largest number of tokens of a row.
         seconds: The least and the largest time of a step.
         limit: The bytes that the process may have; None if that is not known.
         per_pair: The bytes for each pair of tokens of a row.
+        kept: The further bytes for each token with recompute=None.
     """
 
     rows: int
@@ -82,10 +87,11 @@ class Forecast:
     seconds: tuple[float, float]
     limit: int | None
     per_pair: float = 0
+    kept: float = 0
 
     def memory(self, rows: int, tokens: int) -> float:
         """Returns the peak memory of the process with rows of so many tokens, in bytes."""
-        logits = min(rows * tokens * self.words, max(_CHUNK, self.words))
+        logits = min(rows * tokens * self.words, largest_chunk(self.words))
         return self.fixed + rows * tokens * self._each(tokens) + 4 * _LOGITS * logits
 
     def _each(self, tokens: int) -> float:
@@ -95,9 +101,11 @@ class Forecast:
     def __str__(self) -> str:
         low, high = (float(f"{each:.2g}") for each in self.seconds)
         memory = self.memory(self.rows, self.tokens)
+        kept = memory + self.rows * self.tokens * self.kept
         text = (
             f"estimated for rank 8 with {self.rows} × {self.tokens} tokens: {memory / 1e6:,.0f} MB "
-            f"of memory, {low:g} to {high:g} s per step"
+            f"of memory ({kept / 1e6:,.0f} MB with --recompute none), {low:g} to {high:g} s per "
+            "step"
         )
         if self.limit is None:
             return text
@@ -157,7 +165,7 @@ def attention_of(graph: ir.Graph, heads: int | None) -> Attention | str:
 def forecast(
     layers: Sequence[Sequence[int]],
     attention: Attention,
-    weights: tuple[int, int],
+    weights: tuple[int, int, int],
     words: int,
     shape: Sequence[int],
 ) -> Forecast:
@@ -166,26 +174,25 @@ def forecast(
     Args:
         layers: The sizes (in, out) of the layers with an adapter.
         attention: The attention.
-        weights: The bytes of all weights, as they are stored, and of those that stay in the file.
+        weights: The bytes of all weights, as they are stored, of those that stay in the file, and
+            of the model's file without external data.
         words: The number of logits of a token.
         shape: The numbers of rows and of tokens per row, and the largest number of these.
     """
     rows, tokens, context = shape
     width = sum(map(sum, layers))  # also the values of an adapter of rank 1
     form, blocks, heads = attention
-    copies = (_COPIES if weights[0] <= _COPIED else 1) + form.copies
-    held = (weights[0] - weights[1]) * copies
+    is_large = weights[0] > _COPIED
+    held = (weights[0] - weights[1]) * ((1 if is_large else _COPIES) + form.copies)
+    held += weights[2] if is_large else 0
     fixed = _BASE + _LAYER * blocks + held + 8 * _OF_ADAPTER * width
     products = sum(into * out for into, out in layers) + layers[0][0] * words
     least = 4 * products * rows * tokens / _speed()  # forward, and the same backward
-    each, rank, seconds = (
-        4 * form.kept * width,
-        _OF_ADAPTER * width,
-        (_FASTER * least, _SLOWER * least),
-    )
-    pairs = 4 * form.scores * heads
+    kept, rank = 4 * form.kept * width, _OF_ADAPTER * width
     return Forecast(
-        *(rows, tokens, fixed, each, words, rank, context, seconds, usable_memory()), pairs
+        *(rows, tokens, fixed, _AGAIN * kept, words, rank, context),
+        *((_FASTER * least, _SLOWER * least), usable_memory(), 4 * form.scores * heads),
+        kept=(1 - _AGAIN) * kept,
     )
 
 

@@ -42,9 +42,10 @@ FIRST_OPTIONS: Mapping[str, Option] = {
         2e-4, "a number, or a schedule as 'cosine(2e-4, warmup=0.1)' (default: 2e-4)", "RATE"
     ),
     "recompute": Option(
-        None,
+        "auto",
         "keep N activations, and compute the others again to save memory; sqrt keeps few, "
-        "elementwise computes again only what takes hardly any time",
+        "elementwise computes again only what takes hardly any time (default: auto, that on the "
+        "CPU), none keeps all",
         "N",
         reads="number or name",
     ),

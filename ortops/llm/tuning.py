@@ -105,9 +105,10 @@ class FineTuning:
             lm_head, which computes the logits.
         learning_rate: The learning rate, or a schedule of `ortops.schedules`; left out beside an
             optimizer that is given as an object.
-        recompute: Which activations to keep, as for `ortops.TrainingSession`; ``"elementwise"``
-            saves memory and takes no more time, ``"sqrt"`` saves much memory for a third more time.
-            By default, all activations are kept.
+        recompute: Which activations to keep, as for `ortops.TrainingSession`. By default, steps on
+            the CPU compute results of activation functions, products of elements and normalizations
+            again (``"elementwise"``), which takes no more time; with float32, losses have the same
+            bits. ``"sqrt"`` saves much memory for a third more time. None keeps all activations.
         adapter: An adapter to begin with: a folder of PEFT, which determines rank, alpha, targets,
             dropout and the patterns, or an ``.onnx_adapter`` file of this model with the same rank
             and targets. It may have been trained on the model in another precision.
@@ -173,7 +174,7 @@ class FineTuning:
         alpha: float = 16,
         targets: str | Sequence[str] | None = None,
         learning_rate: LearningRate = RATE,
-        recompute: Checkpoint | None = None,
+        recompute: Checkpoint | None = "auto",
         adapter: str | os.PathLike[str] | None = None,
         **options: Unpack[TuningOptions],
     ) -> None:
@@ -591,7 +592,7 @@ class FineTuning:
     def load(
         cls,
         folder: str | os.PathLike[str],
-        recompute: Checkpoint | None = None,
+        recompute: Checkpoint | None = "auto",
         *,
         providers: Sequence[Any] | None = None,
     ) -> FineTuning:

@@ -108,7 +108,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "max_steps": (None, 3),
     "max_length": (512, 4),
     "padding": ("right", "left"),
-    "recompute": (None, "sqrt", 1, "elementwise"),
+    "recompute": ("auto", None, "sqrt", 1),
     "embedding": ("in memory", "in file"),
     "also": (
         *("", "interrupted", "served", "merged", "saved merged", "peft", "adapter file"),

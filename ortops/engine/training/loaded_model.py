@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import logging
 import math
 import threading
 import weakref
@@ -52,10 +53,12 @@ from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.files.messages import initializers
-from ortops.graph.passes.rematerialization import Checkpoint
+from ortops.graph.passes.rematerialization import SAID, Checkpoint, chosen
 from ortops.graph.row_axes import row_axes_of_model
 
 Array: TypeAlias = npt.NDArray[Any]
+
+logger = logging.getLogger("ortops")
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -185,6 +188,8 @@ class LoadedModel:
         # What onnxruntime copies does not depend on where the tables are.
         left = settings.copied - sum(table.length for table in self.tables.values())
         self.settings = dataclasses.replace(settings, copied=left)
+        if recompute == "auto" and on_cpu:
+            logger.info("model: %s; recompute=None keeps them", SAID)
         self.lock = threading.RLock()
         given = given_values(self.light, self.steps, self.entries, self.shared_metadata.masters)
         self._open = functools.partial(
@@ -194,7 +199,7 @@ class LoadedModel:
             settings=self.settings,
             options=sess_options,
             providers=self.providers,
-            recompute=self._in_training_mode(recompute),
+            recompute=self._in_training_mode(chosen(recompute, on_cpu=on_cpu)),
             names=names,
             in_backward=boolean("optimizer_in_backward", optimizer_in_backward),
             shown=self.noted,

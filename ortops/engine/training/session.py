@@ -93,7 +93,8 @@ class TrainingSession:
             ``"sqrt"`` chooses the square root of their number, which is a good choice for a deep
             model. The backward pass recomputes all other activations. ``"elementwise"`` recomputes
             only results of activation functions, sums, products of elements and normalizations
-            whose inputs the backward pass reads anyway, so that a step takes hardly longer. Results
+            whose inputs the backward pass reads anyway, so that a step takes hardly longer.
+            ``"auto"`` is that on the CPU, and keeps all activations on other providers. Results
             stay the same up to rounding. By default, all activations are kept.
         outputs: The names of the model's outputs that `step` can return in addition to the losses;
             by default, all outputs that the loss depends on. Fewer outputs take less memory.

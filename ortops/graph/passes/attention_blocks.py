@@ -4,7 +4,8 @@ A file of an exporter has attention as products and a Softmax, and so has the de
 operator of attention. The backward pass would read the probabilities of all layers, which grow with
 the square of the length. Before differentiation, this pass inserts a placeholder behind the last
 product. Its rule is that of GroupQueryAttention, in blocks of queries. The forward pass is not
-changed, and so are no bits of the loss.
+changed, and so are no bits of the loss. Operands may be broadcast, as far as is known: TorchScript
+computes sizes at run time.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+import numpy as np
 import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import Bound, bound_nodes
 from ortops.graph.autodiff.registry import Cotangents, Table
 from ortops.graph.autodiff.rules._blocks import Operands, gradients_in_blocks
-from ortops.graph.constants import constant_number
-from ortops.graph.edit import emit_one, permutation_of
-from ortops.graph.matching import Found, Number, Search, Variable, form
+from ortops.graph.constants import Dim, constant_number
+from ortops.graph.edit import emit_one, permutation_of, producer_of
+from ortops.graph.matching import Behind, Form, Found, Number, Search, Variable, form
 from ortops.graph.passes.draft import Draft, Pass
-from ortops.graph.shapes import is_unknown, size_of
+from ortops.graph.shapes import is_unknown, unbroadcast
 from ortops.graph.tensor import Tape, Tensor, op
 
 PRIVATE = "ortops.attention"
@@ -31,17 +33,35 @@ _PAIRS = 2**18
 """The number of pairs of a query and a key from which on blocks are worth it, if it is known: with
 256 queries and keys, a step of a Llama takes 7 % longer (measured)."""
 
+
+def _before_cast(x: ir.Value) -> ir.Value | None:
+    """Returns the value before a Cast from one type of operands to another."""
+    node = producer_of(x, "Cast")
+    source = None if node is None else node.inputs[0]
+    return source if source is not None and {x.dtype, source.dtype} <= {*_TYPES} else None
+
+
+def _wide(operand: Form) -> Form:
+    """Returns a form that may be computed in another type: a softmax of float16 in float32."""
+    return Behind(operand, _before_cast)
+
+
+_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+"""The types of operands; the gradient is computed in float32."""
+
 _Q, _K, _V, _BIAS, _NONE = (Variable(what) for what in ("Q", "K", "V", "the bias", "empty rows"))
-_NUMBER, _DIVISOR = Number(), Number()
-_PRODUCT = form.MatMul(_Q, _K)
-_SCORES = _PRODUCT * _NUMBER | _PRODUCT / _DIVISOR | _PRODUCT
-_P = form.Softmax(_SCORES + _BIAS | _SCORES, ...)
+_NUMBER, _DIVISOR, _INNER, _INNER_DIVISOR, _CAP = (Number() for _ in range(5))
+_PRODUCT = _wide(form.MatMul(_Q, _K))
+_SCALED = _PRODUCT * _NUMBER | _PRODUCT / _DIVISOR | _PRODUCT
+_CAPPED = form.Tanh(_SCALED * _INNER | _SCALED / _INNER_DIVISOR | _SCALED) * _CAP
+_SCORES = _CAPPED | _SCALED
+_P = form.Softmax(_wide(_SCORES + _BIAS | _SCORES), ...)
 _GUARDED = form.Where(form.IsNaN(_P), 0.0, _P)
-_ALLOWED = form.Softmax(_SCORES + form.Where(_NONE, 0.0, _BIAS), ...)
+_ALLOWED = form.Softmax(_wide(_SCORES + form.Where(_NONE, 0.0, _BIAS)), ...)
 _EXCLUDED = form.Where(_NONE, 0.0, _ALLOWED)
 """What `attend` writes: rows of the bias that exclude all keys are left out."""
 
-_FORMULA = form.MatMul(_EXCLUDED | _GUARDED | _P, _V)
+_FORMULA = form.MatMul(_wide(_EXCLUDED | _GUARDED | _P), _V)
 
 
 class _AttentionBlocks(Pass):
@@ -77,7 +97,7 @@ def _insert(node: ir.Node, draft: Draft, active: Collection[ir.Value]) -> bool:
     """Inserts a placeholder behind a product, if that is the last one of attention."""
     y = node.outputs[0]
     for found in Search(_FORMULA, y, removing=False):
-        if not all(map(draft.is_free, found.nodes)) or not _is_chosen(found, y, active):
+        if not all(map(draft.is_free, found.nodes)) or not _is_chosen(found, y):
             continue
         tape = Tape(node.graph, names=draft.names)
         tape.scope = f"{node.name}/"
@@ -85,13 +105,15 @@ def _insert(node: ir.Node, draft: Draft, active: Collection[ir.Value]) -> bool:
         with tape:
             k, scale = _keys(tape, found)
             inputs = [tape.tensor(y), tape.tensor(found[_Q]), k, tape.tensor(found[_V])]
-            inputs += [_bias(tape, found)] if _BIAS in found else []
+            inputs += [tape.tensor(found[_BIAS])] if _BIAS in found else []
             new = emit_one(
                 *(PRIVATE, "Attention", inputs, y.shape),
                 scale=scale,
+                softcap=found.number(_CAP) if _CAP in found else 0.0,
                 trained=int(_BIAS in found and found[_BIAS] in active),
                 masked=int(_P not in found or _GUARDED in found),
             )
+        new.value.type = y.type
         for made in tape.nodes:
             tape.graph.remove(made)
         tape.graph.insert_after(node, tape.nodes)
@@ -101,50 +123,34 @@ def _insert(node: ir.Node, draft: Draft, active: Collection[ir.Value]) -> bool:
     return False
 
 
-def _is_chosen(found: Found, y: ir.Value, active: Collection[ir.Value]) -> bool:
-    """Whether operands are of float32 and the usual shapes, and have enough pairs."""
+def _is_chosen(found: Found, y: ir.Value) -> bool:
+    """Whether operands are of such a type and of rank 4, and may have enough pairs."""
     softmax = found[_P if _P in found else _ALLOWED]
-    q, k, v, p = (x.shape for x in (found[_Q], found[_K], found[_V], softmax))
-    if any(x.dtype != ir.DataType.FLOAT for x in (found[_Q], found[_V], softmax, y)):
+    q, k, v, bias = (found.values.get(x) for x in (_Q, _K, _V, _BIAS))
+    if any(x is None or x.dtype not in _TYPES for x in (q, v, softmax, y)):
         return False
-    if any(shape is None or len(shape) != 4 for shape in (q, k, v, p, y.shape)):
+    if any(x is None or x.shape is None or len(x.shape) != 4 for x in (q, k, v, softmax, y)):
         return False
     node = softmax.producer()
     if node is None or node.attributes.get_int("axis", -1) not in (-1, 3):
         return False
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    assert p is not None
-    if not q[:2] == k[:2] == v[:2] == p[:2] or any(map(is_unknown, p[:3])):
+    if _CAP in found and found.number(_CAP) <= 0:
         return False
-    pairs = [size for size in p[2:] if isinstance(size, int)]
+    assert softmax.shape is not None
+    pairs = [size for size in softmax.shape[2:] if isinstance(size, int)]
     if len(pairs) == 2 and math.prod(pairs) < _PAIRS:
         return False
-    if _BIAS not in found:
-        return True
-    bias = found[_BIAS].shape
-    if bias is None or len(bias) > 4:
-        return False
-    return found[_BIAS] not in active or (len(bias) == 4 and bias[2] == p[2])
-
-
-def _bias(tape: Tape, found: Found) -> Tensor:
-    """Returns the bias with four axes, and with one row or one for each query."""
-    x, q = tape.tensor(found[_BIAS]), tape.tensor(found[_Q])
-    x = op.Unsqueeze(x, list(range(4 - x.ndim))) if x.ndim < 4 else x
-    assert x.shape is not None
-    assert q.shape is not None
-    if x.shape[2] in (1, q.shape[2]):
-        return x
-    size = op.Concat([1, 1], op.Reshape(size_of(q, [2]), [1]), [1], axis=0)
-    return op.Expand(x, size).with_shape([*x.shape[:2], q.shape[2], x.shape[3]])
+    return bias is None or (bias.shape is not None and len(bias.shape) <= 4)
 
 
 def _keys(tape: Tape, found: Found) -> tuple[Tensor, float]:
     """Returns the keys, in rows, and the factor of the scores."""
     scale = found.number(_NUMBER) if _NUMBER in found else 1.0
     scale = scale / found.number(_DIVISOR) if _DIVISOR in found else scale
+    if _CAP in found:  # c · tanh(a · s) = c · tanh(a · c · s / c)
+        inner = found.number(_INNER) if _INNER in found else 1.0
+        inner = inner / found.number(_INNER_DIVISOR) if _INNER_DIVISOR in found else inner
+        scale = scale * inner * found.number(_CAP)
     k, node = found[_K], found[_K].producer()
     if node is not None and node.op_type == "Mul" and not node.domain:
         for value, other in (node.inputs, node.inputs[::-1]):
@@ -173,12 +179,55 @@ def _gradient(
     bias: Tensor | None = None,
     *,
     scale: float,
+    softcap: float,
     trained: int,
     masked: int,
 ) -> Cotangents:
-    at = Operands(q, k, v, bias=bias, trained=bool(trained), masked=bool(masked), scale=scale)
+    given = q, k, v, bias
+    g, y, q, k, v = (x.astype(np.float32) for x in (g, y, q, k, v))
+    bias = None if bias is None else bias.astype(np.float32)
+    wide_v = _spread(v, y, 2)
+    wide_q, wide_k = _spread(q, y, 3), _spread(k, wide_v, 3)
+    wide_bias = None if bias is None else _with_rows(bias, y, bool(trained))
+    at = Operands(
+        *(wide_q, wide_k, wide_v),
+        bias=wide_bias,
+        trained=bool(trained),
+        masked=bool(masked),
+        scale=scale,
+        softcap=softcap,
+    )
     dq, dk, dv, dbias, _sink = gradients_in_blocks(g, y, at)
-    return (None, dq, dk, dv, *([] if bias is None else [dbias]))
+    pairs = zip((dq, dk, dv, dbias), given, strict=True)
+    found = [
+        None if dx is None or x is None else unbroadcast(dx, x).astype(x.dtype) for dx, x in pairs
+    ]
+    return (None, *found[: 3 if bias is None else 4])
+
+
+def _spread(x: Tensor, like: Tensor, count: int) -> Tensor:
+    """Returns x with the first sizes of another tensor, to which products may broadcast it."""
+    assert x.shape is not None
+    assert like.shape is not None
+    if x.shape[:count] == like.shape[:count] and not any(map(_is_open, x.shape[:count])):
+        return x
+    sizes = op.Concat(op.Shape(like, start=0, end=count), [1] * (4 - count), axis=0)
+    return op.Expand(x, sizes).with_shape([*like.shape[:count], *x.shape[count:]])
+
+
+def _with_rows(bias: Tensor, y: Tensor, trained: bool) -> Tensor:
+    """Returns a bias with four axes; if it is trained, with a row for each query."""
+    x = op.Unsqueeze(bias, list(range(4 - bias.ndim))) if bias.ndim < 4 else bias
+    assert x.shape is not None
+    assert y.shape is not None
+    if not trained or (x.shape[2] == y.shape[2] and not _is_open(y.shape[2])):
+        return x
+    sizes = op.Concat([1, 1], op.Shape(y, start=2, end=3), [1], axis=0)
+    return op.Expand(x, sizes).with_shape([*x.shape[:2], y.shape[2], x.shape[3]])
+
+
+def _is_open(dim: Dim) -> bool:
+    return dim is None or (isinstance(dim, str) and is_unknown(ir.SymbolicDim(dim)))
 
 
 ATTENTION_BLOCKS = _AttentionBlocks("attention_blocks")

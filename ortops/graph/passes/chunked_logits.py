@@ -29,8 +29,9 @@ from ortops.graph.tensor import Tape, Tensor, op
 _CLASSES = 4096
 """The number of classes from which on chunks are worth it."""
 
-_CHUNK = 2**23
-"""The largest number of logits in a chunk, if that is not less than a row."""
+_CHUNK, _ROWS = 2**22, 256
+"""The number of logits in a chunk; twice as many if these are fewer rows than that. The gradient of
+each chunk reads the whole head, and products of few rows are slower."""
 
 _NO_LABEL = np.iinfo(np.int64).min
 """The label of padding, if the loss ignores no label."""
@@ -39,6 +40,11 @@ _PRODUCTS = (("", "MatMul"), (MICROSOFT, "MatMulNBits"))
 
 _BY_NUMBER = frozenset({"Add", "Cast", "CastLike", "Div", "Mul", "Sub", "Tanh"})
 """Operators that may come after the product, if their other operands are constants."""
+
+
+def largest_chunk(classes: int) -> int:
+    """Returns the largest number of logits in a chunk: at least those of a row."""
+    return max(_CHUNK, min(2 * _CHUNK, _ROWS * classes), classes)
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,8 @@ class _Head:
         width = size_of(x, [-1])
         rows = op.Reshape(x, op.Concat([-1], op.Reshape(_tensor(tape, width), [1]), axis=0))
         total = _tensor(tape, size_of(targets, [0]))
-        count = op.Max(op.Div(op.Add(op.Mul(total, self.classes), _CHUNK - 1), _CHUNK), 1)
+        most = largest_chunk(self.classes)
+        count = op.Max(op.Div(op.Add(op.Mul(total, self.classes), most - 1), most), 1)
         size = op.Div(op.Add(total, op.Sub(count, 1)), count)
         spare = op.Sub(op.Mul(size, count), total)
         rows = pad_axes(rows, [0, spare], None, [0])

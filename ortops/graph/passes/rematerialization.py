@@ -34,10 +34,16 @@ from ortops.graph.passes.draft import Draft, Pass
 from ortops.graph.shapes import zero_after
 from ortops.graph.tensor import Tape, op, shape_of
 
-Checkpoint: TypeAlias = Sequence[str] | int | Literal["sqrt", "elementwise"]
+Checkpoint: TypeAlias = Sequence[str] | int | Literal["sqrt", "elementwise", "auto"]
 """The names of the tensors to keep, the number of tensors to choose, or what to recompute."""
 
 _WORDS = ("sqrt", "elementwise")
+
+SAID = (
+    "activation functions, products of elements and normalizations are computed again in the "
+    "backward pass"
+)
+"""What ``"elementwise"`` does, as text."""
 
 _NORMALIZATIONS = {"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}
 """Normalizations of which some statistics are results, so that the backward pass reads those."""
@@ -70,7 +76,7 @@ def check(checkpoint: Checkpoint, known: Iterable[str]) -> None:
     if not valid:
         raise ArgumentError(
             "recompute must be a list of names of tensors to keep, the number of tensors to keep "
-            f"(an integer >= 1), 'sqrt', or 'elementwise', got {checkpoint!r}"
+            f"(an integer >= 1), 'sqrt', 'elementwise', or 'auto', got {checkpoint!r}"
         )
     known = list(known)
     for name in names_in(checkpoint):
@@ -79,6 +85,18 @@ def check(checkpoint: Checkpoint, known: Iterable[str]) -> None:
                 f"recompute: the forward pass computes no tensor '{name}' from the batch; "
                 + did_you_mean(name, known)
             )
+
+
+def chosen(checkpoint: Checkpoint | None, *, on_cpu: bool) -> Checkpoint | None:
+    """Returns what ``"auto"`` stands for; any other choice as it is.
+
+    On the CPU, elementwise functions take no more time than it takes to get memory from the system.
+    Elsewhere nothing is recomputed: a copy of a node waits by the sizes of a tensor, which a device
+    would send to the host.
+    """
+    if not isinstance(checkpoint, str) or checkpoint != "auto":
+        return checkpoint
+    return "elementwise" if on_cpu else None
 
 
 def names_in(checkpoint: object) -> list[str]:

@@ -16,6 +16,7 @@ from ortops.graph.autodiff.rules._attention import (
     both,
     factor_of,
     group,
+    minus,
     products,
     softmax,
     ungroup,
@@ -146,8 +147,7 @@ def gradients_in_blocks(
     nearest = op.ReduceMin(offset, keepdims=0)
 
     operands = [at.k, at.v, *([] if at.sink is None else [at.sink])]
-    is_cut = at.bias is not None and (at.trained or (at.bias.shape or (None,) * 4)[2] != 1)
-    cuts = cut(at.bias) if is_cut and at.bias is not None else None
+    cuts = cut(at.bias) if at.trained and at.bias is not None else None
     slices = [cut(q), cut(dy), cut(weighted), starts, cuts]
     block = functools.partial(_gradients_of_block, at, rows, furthest, nearest)
     found = scan(block, [zeros_like(x) for x in operands], slices, backwards=False)
@@ -164,8 +164,8 @@ def _gradients_of_block(
     *sums, q, dy, weighted, start, bias = given
     q, dy, weighted, start = (cast(Tensor, x) for x in (q, dy, weighted, start))
     here = at.inside(q)
-    if bias is None and at.bias is not None:  # one row for all queries
-        bias = inside(q, at.bias)
+    if bias is None and at.bias is not None:
+        bias = _rows_of(inside(q, at.bias), start, inside(q, rows))
     keys = size_of(here.k, [2])
     if at.causal:
         reach = op.Add(op.Add(start, inside(q, rows)), inside(q, furthest))
@@ -214,6 +214,14 @@ def _gradients_of_block(
         totals.append(cast(Tensor, sums[2]) - unbroadcast(p_sink * weighted, here.sink))
     dq = ungroup(group(ds, k) @ k, q, size_of(q, [3])) * factor
     return [*totals, dq, *([] if change is None else [change])]
+
+
+def _rows_of(bias: Tensor, start: Tensor, rows: Tensor) -> Tensor:
+    """Returns some rows of a bias, whose last one stands for all that follow."""
+    if bias.shape is not None and bias.shape[2] == 1:
+        return bias
+    last = minus(size_of(bias, [2]), 1)
+    return op.Gather(bias, op.Min(op.Add(op.Range(0, rows, 1), start), last), axis=2)
 
 
 def _capped(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
