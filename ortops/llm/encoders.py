@@ -322,7 +322,7 @@ def is_lowered(folder: Folder) -> bool:
 def folders_of_modules(folder: Folder) -> list[str]:
     """Returns the subfolders of a folder of sentence-transformers that its modules name."""
     names = [str(each.get("path", "")) for each in _modules(folder)]
-    return [n for n in names if Path(n).name == n != ".." and (folder.path / n).is_dir()]
+    return [n for n in names if n and Path(n).name == n != ".." and (folder.path / n).is_dir()]
 
 
 def _is_normalized(folder: Folder) -> bool:
