@@ -157,7 +157,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'ortops' has no attribute {name!r}")
     module = _MODULES[name]
-    with pause_collection():
+    with pause_collection(stays=True):
         if module == "ortops":  # a submodule
             return importlib.import_module(f"ortops.{name}")
         found: Any = getattr(importlib.import_module(module), name)

@@ -52,3 +52,23 @@ def test_while_a_model_is_built_and_opened(enabled: bool) -> None:
     with pytest.raises(OrtopsError):
         build_training_model(b"no model", loss="L1", optimizer="SGD")
     assert gc.isenabled() == enabled
+
+
+def test_what_stays_is_old_at_once() -> None:
+    gc.unfreeze()
+    try:
+        with pause_collection(stays=True):
+            made: list[list[int]] = [[number] for number in range(100)]
+        assert any(each is made for each in gc.get_objects(generation=2))
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()  # as it was: see conftest.py
+
+
+def test_what_was_frozen_stays_so() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with pause_collection(stays=True):
+        made: list[list[int]] = [[number] for number in range(100)]
+    assert gc.get_freeze_count() == frozen
+    assert len(made) == 100

@@ -18,9 +18,11 @@ from onnx import TensorProto, helper, numpy_helper
 from violations import all_violations
 
 import ortops
+from models.resnet import resnet
 from ortops.engine.trainable import handed_types, step_graph
 from ortops.graph import convert
 from ortops.graph.files.held_file import HeldFile
+from ortops.graph.passes.blocked.kernels import block_size
 
 COUNTED = {
     "inferred": (onnx.shape_inference, "infer_shapes"),
@@ -140,6 +142,20 @@ def test_a_start_computes_nothing_twice(tmp_path: Path) -> None:
                 with counting() as starting:
                     ortops.TrainingSession(path).step(batch())
                 assert +starting == once + Counter(inferred=1, written=1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_size() is None, reason="onnxruntime has no such kernels here")
+def test_a_step_in_blocks_is_written_once() -> None:
+    """Merging equal nodes of a convolutional network compares attributes, and writes no model."""
+    built = ortops.build_training_model(
+        resnet(image=(3, 8, 8)), loss="SoftmaxCrossEntropy", optimizer="Adam"
+    )
+    feeds = {"images": np.ones((2, 3, 8, 8), np.float32), "labels": np.zeros(2, np.int64)}
+    ortops.TrainingSession(built).step(feeds)  # finds out what onnxruntime has
+    with counting() as starting:
+        ortops.TrainingSession(built).step(feeds)
+    assert +starting == Counter(parsed=1, inferred=2, opened=1, written=3)
 
 
 def test_the_number_of_nodes_changes_no_count() -> None:

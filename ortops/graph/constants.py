@@ -126,4 +126,7 @@ def typed_value(name: str, dtype: npt.DTypeLike, shape: Sequence[Dim] | None) ->
 
 def dims_of(shape: ir.Shape) -> tuple[Dim, ...]:
     """Returns the dimensions of a shape."""
-    return tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
+    dims = shape.dims
+    if ir.SymbolicDim not in map(type, dims):  # a hot path: most sizes of a step are known
+        return cast(tuple[int, ...], dims)
+    return tuple(dim if isinstance(dim, int) else dim.value for dim in dims)

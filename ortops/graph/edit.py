@@ -471,7 +471,7 @@ def merge_equal_nodes(graph: ir.Graph) -> None:
             *node.op_identifier(),
             tuple(node.inputs),
             tuple(value.name == "" for value in node.outputs),
-            *sorted(ir.to_proto(a).SerializeToString() for a in node.attributes.values()),
+            *((name, _content(node.attributes[name])) for name in sorted(node.attributes)),
         )
         first = known.setdefault(key, node)
         if first is not node:
@@ -479,6 +479,23 @@ def merge_equal_nodes(graph: ir.Graph) -> None:
                 old.replace_all_uses_with(new)
             equal.append(node)
     remove_unread(equal)
+
+
+_PLAIN = {
+    getattr(ir.AttributeType, kind + many)
+    for kind in ("INT", "FLOAT", "STRING")
+    for many in ("", "S")
+}
+
+
+def _content(attribute: ir.Attr) -> object:
+    """Returns what is equal for equal attributes only, unlike numbers: -0.0 is not 0.0."""
+    if attribute.is_ref():
+        return attribute.type, attribute.ref_attr_name
+    if attribute.type in _PLAIN:
+        return attribute.type, repr(attribute.value)
+    # `ir.to_proto` takes ten times as long to find out what it is given.
+    return ir.serde.serialize_attribute(attribute).SerializeToString()
 
 
 def remove_defaults(graph: ir.Graph, variables: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ fails for a gradient rule whose operator has no row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -78,6 +79,7 @@ def having(fact: str, *domains: str) -> frozenset[str]:
     return frozenset(name for (_, name), row in rows if getattr(row, fact))
 
 
+@functools.cache
 def is_random(op_type: str) -> bool:
     """Whether an operator draws random numbers, also one of another domain, such as RandomCrop."""
     return any(part in op_type for part in ("Bernoulli", "Dropout", "Multinomial", "Random"))

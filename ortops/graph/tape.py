@@ -174,7 +174,7 @@ class BaseTape(Generic[_AnyTensor]):
         self.scope = ""
         self.nodes: list[ir.Node] = []
         self._emitted: set[ir.Node | None] = set()
-        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+        self._constants: dict[tuple[np.dtype[Any], tuple[int, ...], bytes], ir.Value] = {}
         self._declared: set[str] = set()
         self.put_out: set[ir.Value] = set()
         self._made: dict[Hashable, object] = {}
@@ -235,7 +235,7 @@ class BaseTape(Generic[_AnyTensor]):
     def constant(self, array: npt.ArrayLike) -> _AnyTensor:
         """Returns a constant; equal constants of a tape share one node."""
         array = storable(array)
-        key = (str(array.dtype), array.shape, identity_of(array))
+        key = (array.dtype, array.shape, identity_of(array))
         if key not in self._constants:
             tensor = stored(array)
             node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)])

@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from ortops.engine.lowering import TRAINING_DOMAIN
+from ortops.graph.constants import stored
 from ortops.graph.edit import all_nodes, ancestor_nodes
 from ortops.graph.files import external
 from ortops.graph.files.external import Computed, LightModel, Reference
@@ -128,10 +129,7 @@ def write_algorithm(
     info.initialization.name = f"{name}_initialization"
     with Tape(name=f"{name}_initialization") as tape:
         for variable, array in algorithm.initial.items():
-            if array.ndim == 0:
-                start = op.Identity(np.asarray(array))
-            else:
-                start = op.ConstantOfShape(list(array.shape), value=np.zeros(1, array.dtype))
+            start = op.Identity(np.asarray(array)) if array.ndim == 0 else _filled(tape, array)
             tape.output(start, f"{variable}_initial")
             info.initialization_binding.add(key=variable, value=f"{variable}_initial")
     info.initialization.CopyFrom(serialize.serialize_graph(tape.graph))
@@ -140,6 +138,18 @@ def write_algorithm(
     for domain in sorted(domains - imported - {"", BOUND_DOMAIN}):
         version = algorithm.tape.graph.opset_imports.get(domain, 1)
         result.opset_import.add(domain=domain, version=version)
+
+
+def _filled(tape: Tape, zeros: np.ndarray[Any, Any]) -> Tensor:
+    """Appends a node with zeros; there may be hundreds, whose types need no inference."""
+    value = ir.AttrTensor("value", stored(np.zeros(1, zeros.dtype)))
+    sizes = tape.constant(np.array(zeros.shape, np.int64))
+    node = ir.Node("", "ConstantOfShape", [sizes.value], [value])
+    tape.append(node)
+    (result,) = node.outputs
+    result.type = ir.TensorType(value.as_tensor().dtype)
+    result.shape = ir.Shape(zeros.shape)
+    return tape.tensor(result)
 
 
 def _write_variable(

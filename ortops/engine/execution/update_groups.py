@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import onnx_ir as ir
 
@@ -509,12 +509,12 @@ def _same_type(a: ir.Value, b: ir.Value) -> bool:
 
 def is_scalar(value: ir.Value) -> bool:
     """Whether a value is known to be 0-d."""
-    return _static(value) == ()
+    return value.shape is not None and not len(value.shape)
 
 
 def _static(value: ir.Value) -> Shape | None:
     """Returns the shape of a value if it is static, else None."""
     if value.shape is None:
         return None
-    sizes = tuple(dim for dim in value.shape if isinstance(dim, int))
-    return sizes if len(sizes) == len(value.shape) else None
+    dims = value.shape.dims  # a hot path: all comparisons of updates are made with it
+    return None if ir.SymbolicDim in map(type, dims) else cast(Shape, dims)

@@ -62,7 +62,6 @@ class Variant:
         outputs: The outputs for their next values, in the same order.
         constants: The memory of large constants, such as frozen weights.
         safe: The outputs that may have the memory of the variable that they are the next value of.
-        nodes: The nodes of the graph, and where they run; None if it is not known.
         read_here: The inputs that are read in the CPU's memory.
         read_elsewhere: All other inputs.
         in_place: The variables whose next values overwrite the current ones, if their memory is the
@@ -102,14 +101,16 @@ class Variant:
                 optimize=optimize,
                 disabled=[REMOVES_COPIES] if self.in_place else [],
             )
-        self.nodes: list[PlacedNode] | None = []
-        if sessions.on_cpu:
-            self.nodes = nodes_of(graph)
-        elif self.session is not None:
-            self.nodes = placed_nodes(self.session)
         self.read_here = set() if self.session is None else inputs_here(self.session)
         self.read_elsewhere = {value.name or "" for value in graph.inputs} - self.read_here
         template.updates()  # opened here, before the graph is bound
+
+    @functools.cached_property
+    def nodes(self) -> list[PlacedNode] | None:
+        """The nodes of the graph, and where they run; None if it is not known."""
+        if self.template.sessions.on_cpu:
+            return nodes_of(self.graph)
+        return [] if self.session is None else placed_nodes(self.session)
 
     def _with_updates(self, graph: ir.Graph) -> tuple[SlicesByName, SlicesByName, set[str]]:
         """Adds the updates that are part of the graph, and orders its nodes.

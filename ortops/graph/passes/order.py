@@ -69,13 +69,13 @@ def order_for_memory(graph: ir.Graph) -> None:
         if any(value in owner for value in node.outputs) or is_random(node.op_type):
             continue
         behind = max((place[value.producer()] for value in reads[node]), default=place[None])
-        left = sum(map(_bytes, node.outputs))
         last: dict[_Place, float] = defaultdict(float)  # what nobody reads behind a place
         for value in owned[node] - kept:
             others = [place[each] for each in readers[value] if each is not node]
             if value.producer() is not None and max(others, default=behind) < place[node]:
                 size = _bytes(value)
                 last[max(others, default=place[value.producer()])] += size if size < math.inf else 0
+        left = sum(map(_bytes, node.outputs)) if last else 0
         for each in sorted(last):
             left -= last[each]
             if left < 0:

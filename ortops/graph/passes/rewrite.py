@@ -95,7 +95,7 @@ def rewrite(
     """Traverses a graph once and replaces the nodes that match patterns.
 
     New nodes are inserted before the node that they replace, are named after it, and are not
-    matched again. If any node is a candidate, unused nodes are removed in the end.
+    matched again. If patterns have replaced or inserted any, unused nodes are removed in the end.
 
     Args:
         graph: A lowered graph; it is modified in place.
@@ -112,9 +112,8 @@ def rewrite(
     for each in patterns:
         for op_type in each.op_types:
             by_operator.setdefault((each.domain, op_type), []).append(each)
-    candidates = [node for node in graph if (node.domain, node.op_type) in by_operator]
-    if not candidates:
-        return False
+    op_types = {op_type for _, op_type in by_operator}
+    candidates = [node for node in graph if node.op_type in op_types]
     tape, changed = Tape(graph, names=names), False
     for node in candidates:
         for each in by_operator.get((node.domain, node.op_type), ()):
@@ -131,7 +130,8 @@ def rewrite(
                 _replace(tape, node, results)
                 changed = True
                 break
-    remove_unread(list(graph))
+    if changed or tape.nodes:
+        remove_unread(list(graph))
     return changed
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import onnx_ir as ir
 
 from ortops.graph.autodiff.gradient_node import is_bound
@@ -12,7 +14,6 @@ from ortops.graph.edit import (
     emit,
     emit_one,
     has_one_reader,
-    node_after,
     producer_of,
     remove_unread,
     replace_value,
@@ -64,11 +65,13 @@ class _Insertion:
                 self.tape.before = node
                 self.tape.scope = f"{node.name or node.op_type}/"
                 self._replace(node)
+        nodes = list(graph)
+        following = dict(itertools.pairwise(nodes))
         for value, twin in self.twins.items():
             if value.uses() or value.is_graph_output():
                 producer = twin.value.producer()
                 assert producer is not None
-                self.tape.before = node_after(producer)  # before all consumers
+                self.tape.before = following.get(producer)  # before all consumers
                 plain = rules.leave(twin, self.size, sizes(self.tape.tensor(value))[1])
                 replace_value(self.tape, value, plain)
         remove_unread(list(graph))
