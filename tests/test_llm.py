@@ -502,6 +502,9 @@ def test_a_line_that_is_not_json(tmp_path: Path) -> None:
     file.write_text('{"text": "a"}\n{"text"\n', encoding="utf-8")
     with pytest.raises(ortops.FeedError, match=r"rows.jsonl', line 2: invalid JSON"):
         read_examples(file, _no_tokenizer, train_on="all", max_length=9)
+    file.rename(tmp_path / "rows.tsv")
+    with pytest.raises(ortops.FeedError, match=r"JSON: .*; give a file of JSON lines, JSON, CSV"):
+        read_examples(tmp_path / "rows.tsv", _no_tokenizer, train_on="all", max_length=9)
 
 
 # ------------------------------------------------------------------------------------- arguments

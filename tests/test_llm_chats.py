@@ -30,6 +30,7 @@ from ortops.graph.limits import LIMITS
 from ortops.llm import FineTuning, row_kinds
 from ortops.llm.folder import open_folder
 from ortops.llm.row_kinds import Comparisons, Sequences
+from ortops.llm.sequence_pairs import read_pair
 from ortops.llm.tokenization import Tokenizer
 
 pytestmark = [pytest.mark.optional("tokenizers", "llm"), pytest.mark.optional("jinja2", "llm")]
@@ -353,6 +354,31 @@ def test_the_template_for_tools(tmp_path: Path, here: None) -> None:
     assert shown(tokenizer, row) == ["<s>a«<s>b»"]
 
 
+def test_the_template_for_tools_in_a_file_of_its_own(tmp_path: Path, here: None) -> None:
+    """transformers writes templates with names into a folder, which is saved, too."""
+    base = llama.write(tmp_path / "base", layers=1)
+    text = "{% for m in messages %}~{{ m.content }}{% endfor %}"
+    plain, tools = (text.replace("~", letter) for letter in "#!")
+    (base / "chat_template.jinja").write_text(plain)
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates/tool_use.jinja").write_text(tools)
+    tuning = FineTuning(base, 1)
+    tuning.save(tmp_path / "tuned")
+    row = {"messages": said("a", "b")}
+    for found in (tuning, FineTuning.load(tmp_path / "tuned")):
+        assert shown(found.tokenizer, row) == ["#a«#b»"]
+        assert shown(found.tokenizer, {**row, "tools": TOOLS}) == ["!a«!b»"]
+        assert shown(found.tokenizer, row) == ["#a«#b»"]
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/secret").write_text("x")
+    (base / "additional_chat_templates/tool_use.jinja").unlink()
+    (base / "additional_chat_templates").rmdir()
+    (base / "additional_chat_templates").symlink_to(tmp_path / "outside")
+    with pytest.raises(ortops.ModelError, match="is a link that leads out"):
+        FineTuning(base, 1).save(tmp_path / "again")
+    assert not list((tmp_path / "again").rglob("secret"))
+
+
 def test_json_in_templates(tmp_path: Path, here: None) -> None:
     value = {"b": "<é>", "a": [1, None]}
     forms = {
@@ -428,6 +454,40 @@ def test_a_prompt_that_opens_reasoning(
     ]
 
 
+def test_replies_around_results_of_tools(tmp_path: Path, here: None) -> None:
+    """Gemma 4 writes a result into the turn, and Harmony drops what its prompt still has."""
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    called = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+    chat = [*said("a"), called, {"role": "tool", "content": "21"}, *said("", "Yes.")[1:]]
+    inside = (
+        "{% for m in messages if m.role != 'tool' %}{{ '<s>' + m.role + ':' }}"
+        "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}"
+        "{% for r in messages if r.role == 'tool' %}{{ '<r>' + r.content + '</r>' }}{% endfor %}"
+        "{% endfor %}{{ m.content + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<s>assistant:' }}{% endif %}"
+    )
+    tokenizer = opened(tmp_path / "inside", template=inside)
+    begin = "<s>user:a</s><s>assistant:"
+    assert shown(tokenizer, {"messages": chat}) == [
+        f"{begin}<call>f</call><r>21</r>«I look.</s>»<s>assistant:«Yes.</s>»",
+        f"{begin}«<call>f</call>I look.</s>»",
+    ]
+    dropped = (
+        "{% for m in messages %}{{ '<s>' + m.role }}"
+        "{% if m.tool_calls and messages[-1].role != 'assistant' or loop.last and m.tool_calls %}"
+        "{{ '(' + m.content + ')' }}{% elif not m.tool_calls %}{{ ' ' + m.content }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ ' to ' + c.function.name }}{% endfor %}"
+        "{{ ' of ' + messages[1].tool_calls[0].function.name if m.role == 'tool' }}"
+        "{{ '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
+    )
+    tokenizer = opened(tmp_path / "dropped", template=dropped)
+    begin = "<s>user a</s><s>assistant"
+    assert shown(tokenizer, {"messages": chat}) == [
+        f"{begin} to f</s><s>tool 21 of f</s><s>assistant« Yes.</s>»",
+        f"{begin}«(I look.) to f</s>»",
+    ]
+
+
 # ------------------------------------------------------------------------- end tokens
 
 
@@ -452,6 +512,94 @@ def test_an_end_that_the_tokenizer_appends(tmp_path: Path, here: None) -> None:
 
 
 # ------------------------------------------------------------------------- kinds of rows
+
+
+def test_chats_that_other_libraries_write(
+    tmp_path: Path, here: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ShareGPT's weights and system, whole chats beside their prompt, and masks of tokens."""
+    tokenizer = opened(tmp_path / "base", template=template_of("ChatML"))
+    user, reply = said("a", "b")
+    system = {"role": "system", "content": "s"}
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    (plain,) = shown(tokenizer, {"messages": [user, reply]})
+    (led,) = shown(tokenizer, {"messages": [system, user, reply]})
+    more = [*turns, *({**turn, "weight": 0} for turn in turns)]
+    weighed = plain + plain.replace("«", "").replace("»", "")
+    with all_violations() as check:
+        for row, expected in (
+            ({"conversations": more}, weighed),
+            ({"conversations": [user, reply]}, plain),
+            ({"messages": turns}, plain),
+            ({"messages": json.dumps([user, reply])}, plain),
+            ({"system": "", "conversations": turns}, plain),
+            ({"system": "s", "conversations": turns}, led),
+            ({"system": "s", "messages": [user, reply]}, led),
+            ({"system": "other", "messages": [system, user, reply]}, led),
+            ({"system": "s", "instruction": "a", "input": "", "output": "b"}, led),
+            ({"prompt": [system, user], "completion": "b"}, led),
+            ({"prompt": "a", "completion": [system, user, reply]}, led),
+        ):
+            with check(row):
+                assert shown(tokenizer, row) == [expected]
+        for row, message in (
+            ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history is not read"),
+            ({"system": 3, "messages": [user, reply]}, "system must be a text, got 3"),
+            ({"messages": said("a", float("nan"))}, "content of a message must be a text, got nan"),
+            ({"query": "a", "reply": "b"}, "no 'text'; if it has another name, give columns="),
+            ({"messages": "[1"}, "data: row 1 must have messages"),
+        ):
+            with check(row), pytest.raises(ortops.FeedError, match=message):
+                shown(tokenizer, row)
+        folder: Any = None
+        read = Comparisons(folder, lambda: tokenizer, None).read
+        answers = {"chosen": said("", "b")[1:], "rejected": said("", "c")[1:]}
+        (expected,) = read([{"prompt": [system, user], **answers}], 99, "assistant")
+        whole = {name: [system, user, *turns] for name, turns in answers.items()}
+        texts = {name: turns[0]["content"] for name, turns in answers.items()}
+        for row in (
+            whole,
+            {"prompt": "a", **whole},
+            {"prompt": [system, user], **whole},
+            {"system": "s", "prompt": "a", **answers},
+            {"prompt": [system, user], **texts},
+            {"prompt": [system, user], **{name: turns[0] for name, turns in answers.items()}},
+        ):
+            with check(("preference", row)):
+                (found,) = read([row], 99, "assistant")
+                for one, other in zip(found, expected, strict=True):
+                    assert one.tokens.tolist() == other.tokens.tolist()
+                    assert one.labels.tolist() == other.labels.tolist()
+    caplog.clear()
+    rows: Any = [{"messages": said("a", "b")}, {"messages": [{"role": "gpt", "content": "b"}]}]
+    assert len(read_examples(rows, lambda: tokenizer, "assistant", 99)) == 1
+    assert caplog.records[-1].message == (
+        "1 rows have no message of the role 'assistant', or only those of weight 0"
+    )
+
+
+def test_masks_of_tokens(tmp_path: Path) -> None:
+    """Padding is no token, and TRL's masks say what is trained."""
+    ids = {"input_ids": [0, 5, 6, 7, 0]}
+    for row, tokens, labels in (
+        ({"attention_mask": [0, 1, 1, 1, 0]}, [5, 6, 7], [5, 6, 7]),
+        ({"completion_mask": [0, 0, 1, 1, 1]}, ids["input_ids"], [-100, -100, 6, 7, 0]),
+        ({"assistant_masks": [0, 0, 1, 0, 1]}, ids["input_ids"], [-100, -100, 6, -100, 0]),
+        (
+            {"attention_mask": [0, 1, 1, 1, 0], "completion_mask": [0, 0, 1, 1, 0]},
+            [5, 6, 7],
+            [-100, 6, 7],
+        ),
+    ):
+        (example,) = read_examples([{**ids, **row}], lambda: None, "assistant", 99)
+        assert (example.tokens.tolist(), example.labels.tolist()) == (tokens, labels)
+    source, _ = read_pair(
+        {**ids, "attention_mask": [1, 1, 1, 1, 0], "labels": [1]}, None, None, None
+    )
+    assert source.tolist() == [0, 5, 6, 7]
+    for wrong in ([0, 1], [2] * 5):
+        with pytest.raises(ortops.FeedError, match="row 1 must have"):
+            read_examples([{**ids, "attention_mask": wrong}], lambda: None, "assistant", 99)
 
 
 def test_rows_in_the_forms_of_recipes(tmp_path: Path, here: None) -> None:
@@ -494,6 +642,8 @@ def test_rows_of_files_are_those_in_memory(
     lines = "".join(f"{json.dumps(row)}\n\n" for row in rows)
     table = "question,answer\n" + "".join('"{question}","{answer}"\n'.format(**row) for row in rows)
     texts = {"a.jsonl": lines, "a.txt": lines, "list.json": json.dumps(rows), "lines.json": lines}
+    texts |= {"bom.json": f"\ufeff{texts['list.json']}", "bom.jsonl": f"\ufeff{lines}"}
+    texts["list.jsonl"] = json.dumps(rows, indent=1)
     parts = {"f/2.jsonl": lines[: lines.index("\n\n") + 2], "f/d/3.csv": table, "f/x.md": "no"}
     for name, text in {**texts, "a.csv": table, **parts}.items():
         file = tmp_path / name

@@ -21,6 +21,7 @@ from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError, Uns
 from ortops.llm import FineTuning
 from ortops.llm.checking import check_folder
 from ortops.llm.encoder_rows import labels_in
+from ortops.llm.folder import open_folder
 from ortops.llm.options import TASKS
 from ortops.optimizers import SGD
 
@@ -414,6 +415,78 @@ def test_texts_are_cut_as_the_folder_says(tmp_path: Path) -> None:
     assert tuning.show(rows) == "row 1: [CLS] it was [SEP] | [CLS] nice [SEP]"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Roberta", "MPNet", "XLMRoberta", "Bert", "GPT2"])
+def test_the_longest_text_is_transformers(kind: str, tmp_path: Path) -> None:
+    """Positions of RoBERTa begin behind the token of padding; GPT-2 has another name for them."""
+    import torch
+    import transformers
+
+    sizes = {"vocab_size": 24, "pad_token_id": 3, "max_position_embeddings": 18, "n_positions": 18}
+    sizes |= {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes))
+    (tmp_path / "model.onnx").write_bytes(b"")
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
+    longest = open_folder(tmp_path).context_length
+    assert longest is not None
+    for length in (longest, longest + 1):
+        try:
+            with torch.no_grad():
+                model(torch.full((1, length), 5), attention_mask=torch.ones(1, length))
+        except (IndexError, RuntimeError):
+            break
+    assert length == longest + 1
+
+
+@pytest.mark.slow
+def test_a_model_of_one_number_needs_labels(tmp_path: Path) -> None:
+    model = encoder("BertForSequenceClassification", num_labels=1)
+    folder = write(model, tmp_path / "base")
+    message = "labels must be the names of at least 2 classes, as 'model.onnx' computes one number"
+    for task in ("classification", "pairs"):
+        with pytest.raises(ArgumentError, match=f"{message} .* got none"):
+            FineTuning(folder, 2, task=task)
+    found = check_folder(folder)
+    assert not found.tasks
+    assert all(message in each for each in found.problems)
+    tuning = FineTuning(folder, 2, task="classification", labels=CLASSES)
+    tuning.fit([{"text": text, "label": label} for text, label in TEXTS], progress=False)
+
+
+@pytest.mark.slow
+def test_embeddings_are_made_as_the_folder_says(tmp_path: Path) -> None:
+    """Pooling may be at another place, texts in lower case, and there may be further modules."""
+    lower = [{"anchor": a, "positive": b} for a, b in (("it was good", "nice"), ("a film", "bad"))]
+    rows = [{name: text.title() for name, text in row.items()} for row in lower]
+    model = encoder("BertModel")
+
+    def loss(folder: Path, rows: Any) -> float:
+        return float(FineTuning(folder, 2, task="retrieval").evaluate(rows)["loss"])
+
+    folder = write(model, tmp_path / "cls", pooling="cls")
+    expected, mean = loss(folder, lower), loss(write(model, tmp_path / "m", pooling="mean"), lower)
+    assert len({expected, mean, loss(folder, rows)}) == 3
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[1]["path"] = "pool"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").rename(folder / "pool")
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    assert loss(folder, rows) == loss(folder, lower) == expected
+    FineTuning(folder, 2, task="retrieval").save(tmp_path / "tuned")
+    assert loss(tmp_path / "tuned", rows) == pytest.approx(expected, abs=1e-5)
+    classifier = FineTuning(folder, 2, task="classification", labels=CLASSES)  # for no such reader
+    assert "[UNK]" in classifier.show([{"text": "Good", "label": "good"}])
+    for name in ("Dense", "LayerNorm"):
+        more = {"idx": 3, "name": "3", "path": f"3_{name}", "type": f"sentence_transformers.{name}"}
+        (folder / "modules.json").write_text(json.dumps([*modules, more]))
+        message = rf"the module {name} of modules.json is not in 'model.onnx'; export .*_embedding'"
+        with pytest.raises(UnsupportedError, match=message):
+            loss(folder, rows)
+        found = check_folder(folder)
+        assert found.tasks == ["classification"]
+        assert [each.split(":")[0] for each in found.said] == ["not for pairs", "not for retrieval"]
+
+
 # ---------------------------------------------------------------------------- what is refused
 
 
@@ -457,6 +530,9 @@ def test_a_check_says_that_an_encoder_of_integers_is_not_tuned(tmp_path: Path) -
     ]
     assert str(found).startswith("text encoder model.onnx\n")
     assert "\nproblems: 2\n" in str(found)
+    for rank in (8, None):  # no rank helps
+        with pytest.raises(ortops.UnsupportedError, match=r"is INT8.*: give the folder in float"):
+            FineTuning(folder, rank, task="classification")
 
 
 @pytest.mark.slow

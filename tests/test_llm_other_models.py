@@ -77,12 +77,40 @@ def test_a_language_model_is_not(tmp_path: Path) -> None:
     assert FineTuning(tmp_path, 2, targets=["hidden"]).fit(ROWS, progress=False)
 
 
-def test_a_model_with_logits_of_another_name_is_told_its_outputs(tmp_path: Path) -> None:
-    model = onnx.load(write(tmp_path) / "model.onnx")
+def with_scores(folder: Path, **settings: Any) -> Path:
+    """Writes a model whose logits are called scores."""
+    model = onnx.load(write(folder, **settings) / "model.onnx")
     for node in model.graph.node:
         node.output[:] = ["scores" if name == "logits" else name for name in node.output]
     model.graph.output[0].name = "scores"
-    onnx.save(model, tmp_path / "model.onnx")
+    onnx.save(model, folder / "model.onnx")
+    return folder
+
+
+def test_a_loss_names_the_logits(tmp_path: Path) -> None:
+    base, scores = write(tmp_path / "base"), with_scores(tmp_path / "scores")
+    named = ortops.losses.NextToken(output="scores")
+    for rank in (2, None):
+        found = []
+        for folder, loss in ((base, None), (scores, named)):
+            tuning = FineTuning(folder, rank, loss=loss, learning_rate=0.1)
+            history = tuning.fit(ROWS, epochs=3, progress=False)
+            tuning.save(tmp_path / f"{folder.name}-{rank}")
+            again = FineTuning.load(tmp_path / f"{folder.name}-{rank}")
+            found.append((history[-1]["loss"], tuning.evaluate(ROWS), again.evaluate(ROWS)))
+            found[-1] += (tuning.generate([1], 4), again.generate([1], 4))
+        assert found[0] == found[1]
+    pair = {"prompt": [1, 2], "chosen": [3], "rejected": [4]}
+    preferring = FineTuning(scores, 2, loss=ortops.losses.DPO(output="scores"))
+    preferring.fit([pair], progress=False)
+    assert len(preferring.generate([1], 4)) == 4
+    masked = with_scores(tmp_path / "masked", later=True)
+    with pytest.raises(ModelError, match="a token sees later ones"):
+        FineTuning(masked, 2, loss=named)
+
+
+def test_a_model_with_logits_of_another_name_is_told_its_outputs(tmp_path: Path) -> None:
+    with_scores(tmp_path)
     with pytest.raises(ModelError, match=r"the model has no tensor 'logits'.*outputs are 'scores'"):
         FineTuning(tmp_path, 2, targets=["hidden"])
 

@@ -25,7 +25,7 @@ from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.passes.rematerialization import SAID
-from ortops.llm.encoders import encoder_of, first_of, tasks_of
+from ortops.llm.encoders import encoder_of, first_of, has_classes, tasks_of
 from ortops.llm.estimates import Forecast, attention_of, forecast
 from ortops.llm.examples import IGNORED
 from ortops.llm.folder import GENAI_CONFIG, Folder, open_folder, refuse_norms
@@ -327,7 +327,8 @@ def _of_encoder(folder: Folder, light: LightModel, report: Report) -> Report:
     """Returns the report of a text encoder without the tasks that a computation rules out."""
     refused = []
     for task in list(report.tasks):
-        labels = ["0", "1"] if task == "classification" else None
+        needs_labels = task == "classification" and not has_classes(folder.model)
+        labels = ["0", "1"] if needs_labels else None
         given: dict[str, Any] = {"task": task, "labels": labels}
         try:
             encoder = encoder_of(folder, light, {**given, "loss": None})

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ortops._common.numbers import real
 from ortops.errors import ArgumentError, FeedError
-from ortops.llm.encoders import PLACES, Encoder, longest_of
+from ortops.llm.encoders import PLACES, Encoder, is_lowered, longest_of
 from ortops.llm.examples import Reading
 from ortops.llm.row_files import Columns, Rows, prepared, rows_of
 from ortops.llm.row_kinds import NO_ROWS, RowKind
@@ -53,6 +53,7 @@ class Texts(RowKind):
     def __init__(self, encoder: Encoder, *settings: Any) -> None:
         super().__init__(*settings)
         self._encoder, self._longest = encoder, longest_of(self.folder)
+        self._is_lowered = bool(encoder.compares) and is_lowered(self.folder)
         self._classes = {name: number for number, name in enumerate(encoder.labels)}
         wanted = ["text (or sentence1)", "optionally text_pair (or sentence2)", "label"]
         if encoder.compares:
@@ -81,6 +82,7 @@ class Texts(RowKind):
         target = self._target(row, number)
         found = []
         for each in texts:
+            each = [text.lower() for text in each] if self._is_lowered else each
             longest = min(reading.max_length, self._longest)
             tokens, types, is_cut = self.tokenizer().encoded(each, longest)
             reading.met["cut"] += is_cut

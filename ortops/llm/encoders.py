@@ -34,10 +34,12 @@ from ortops.surgery import replace_head
 
 _HEAD = "classifier"
 _POOLING = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max"}
-OF_EMBEDDINGS = (
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-)
+_OF_TOKENS = "sentence_bert_config.json"
+OF_EMBEDDINGS = ("modules.json", _OF_TOKENS, "config_sentence_transformers.json")
 """Files of sentence-transformers, which say how hidden states become embeddings."""
+
+_MODULES = ("Transformer", "Pooling", "Dropout", "Normalize")
+"""Modules of sentence-transformers that make an embedding of hidden states."""
 
 _LARGEST = 2**20
 """The largest size of modules.json in bytes."""
@@ -144,8 +146,13 @@ def _labels(folder: Folder, graph: Any, given: Sequence[str] | None) -> tuple[st
                 f"{given!r:.80}; or leave them out"
             )
         return names
-    if own:
+    if len(own) > 1:
         return own
+    if count == 1 or own:
+        raise ArgumentError(
+            f"labels must be the names of at least 2 classes, as '{folder.model.name}' computes "
+            "one number for each text, got none; with labels it gets a new last layer"
+        )
     if count < 2:
         raise ArgumentError("labels must be the names of the classes, as it has none, got none")
     return tuple(f"LABEL_{number}" for number in range(count))
@@ -156,8 +163,8 @@ def first_of(folder: Folder, model: LightModel, encoder: Encoder) -> str | None:
     ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in model.proto.graph.output}
     if ranks.get("logits") == 2 if encoder.labels else encoder.output == EMBEDDING:
         return None
-    is_first = _pooling(folder, "cls" if encoder.labels else "mean") == "cls"
-    return _hidden(folder, ranks) if is_first else None
+    pooling = _pooling(folder, "cls") if encoder.labels else _pooling_of_embeddings(folder)
+    return _hidden(folder, ranks) if pooling == "cls" else None
 
 
 def tasks_of(folder: Folder, model: LightModel) -> list[str]:
@@ -248,7 +255,9 @@ def _settings(folder: Folder, *names: str) -> Any:
 
 def _pooling(folder: Folder, default: str) -> str:
     """Returns how hidden states become an embedding: the first, their mean or their maximum."""
-    found = _settings(folder, "1_Pooling", "config.json")
+    modules = (m for m in _modules(folder) if _kind(m) == "Pooling")
+    place = next((str(module.get("path")) for module in modules), "1_Pooling")
+    found = _settings(folder, place, "config.json")
     if found is None:
         return default
     marked = [name for name, value in found.items() if name.startswith("pooling_mode_") and value]
@@ -257,10 +266,26 @@ def _pooling(folder: Folder, default: str) -> str:
     kinds = kinds or [str(found.get("pooling_mode", default))]
     if len(kinds) != 1 or kinds[0] not in _POOLING.values():
         raise UnsupportedError(
-            f"folder '{folder.path}': 1_Pooling/config.json must choose one of "
+            f"folder '{folder.path}': {place}/config.json must choose one of "
             f"{', '.join(_POOLING.values())}, got {', '.join(kinds)}"
         )
     return str(kinds[0])
+
+
+def _pooling_of_embeddings(folder: Folder) -> str:
+    """Returns how hidden states become an embedding, if nothing else makes one of them."""
+    for each in _modules(folder):
+        if _kind(each) not in _MODULES:
+            raise UnsupportedError(
+                f"folder '{folder.path}': the module {_kind(each)} of modules.json is not in "
+                f"'{folder.model.name}'; export the folder with an output '{EMBEDDING}', as "
+                "Optimum does with library_name='sentence_transformers'"
+            )
+    return _pooling(folder, "mean")
+
+
+def _kind(module: Mapping[str, Any]) -> str:
+    return str(module.get("type", "")).rpartition(".")[2]
 
 
 def _modules(folder: Folder) -> list[Mapping[str, Any]]:
@@ -284,19 +309,24 @@ def _modules(folder: Folder) -> list[Mapping[str, Any]]:
 
 def longest_of(folder: Folder) -> int:
     """Returns the largest number of tokens that those who serve a folder give to its model."""
-    own = (_settings(folder, "sentence_bert_config.json") or {}).get("max_seq_length")
+    own = (_settings(folder, _OF_TOKENS) or {}).get("max_seq_length")
     found = [own, folder.tokenizer_config.get("model_max_length")]
     return min((n for n in found if type(n) is int and n > 0), default=2**31)
+
+
+def is_lowered(folder: Folder) -> bool:
+    """Whether those who embed texts with a folder give them in lower case to its tokenizer."""
+    return bool((_settings(folder, _OF_TOKENS) or {}).get("do_lower_case"))
 
 
 def folders_of_modules(folder: Folder) -> list[str]:
     """Returns the subfolders of a folder of sentence-transformers that its modules name."""
     names = [str(each.get("path", "")) for each in _modules(folder)]
-    return [n for n in names if Path(n).name == n != ".." and (folder.path / n).is_dir()]
+    return [n for n in names if n and Path(n).name == n != ".." and (folder.path / n).is_dir()]
 
 
 def _is_normalized(folder: Folder) -> bool:
-    return any(str(each.get("type", "")).endswith(".Normalize") for each in _modules(folder))
+    return any(_kind(each) == "Normalize" for each in _modules(folder))
 
 
 def _pooled(hidden: Tensor, mask: Tensor, kind: str) -> Tensor:
@@ -346,8 +376,8 @@ def loss_of(folder: Folder, encoder: Encoder, given: object) -> tuple[Any, dict[
 
 def _of_embeddings(folder: Folder, encoder: Encoder, loss: Loss, inputs: Mapping[str, Any]) -> Any:
     """Returns a function that computes the loss of compared texts."""
-    pooling = _pooling(folder, "mean")
     is_pooled = encoder.output == EMBEDDING
+    pooling = "" if is_pooled else _pooling_of_embeddings(folder)
     is_unit = _is_normalized(folder) and not is_pooled
 
     def computed(**tensors: Tensor) -> Any:

@@ -35,6 +35,9 @@ _SPEAKERS = {"human": "user", "gpt": "assistant"} | {
 }
 """The roles of messages, by the names that ShareGPT has for them."""
 
+SEEN, _TRAINED = "attention_mask", ("completion_mask", "assistant_masks")
+"""The masks of tokens that transformers and TRL make."""
+
 logger = logging.getLogger("ortops")
 
 
@@ -139,6 +142,8 @@ class Reading:
         found = [Example(e.tokens[: self.max_length], e.labels[: self.max_length]) for e in found]
         kept = [each for each in found if each.trained[1:].any()]  # nothing predicts the first
         self.met["left"] += len(found) - len(kept)
+        is_chat = isinstance(row, Mapping) and bool({"messages", "conversations"} & {*row})
+        self.met["silent"] += is_chat and not missing and not any(e.trained.any() for e in found)
         return kept
 
     def tell(self, said: set[str]) -> None:
@@ -146,6 +151,8 @@ class Reading:
         met = self.met
         note(said, "%d rows were truncated to max_length=%d tokens", met["cut"], self.max_length)
         note(said, "%d rows were left out, as they have no token to train", met["left"])
+        text = "%d rows have no message of the role 'assistant', or only those of weight 0"
+        note(said, text, met["silent"])
         text = "%d rows have replies that the chat template changes: %d replies are not trained"
         note(said, text, met["changed"] if met["missing"] else 0, met["missing"])
         text = "%d replies that the chat template changes in longer chats are rows of their own"
@@ -173,7 +180,9 @@ def errors_of(
     except OrtopsError:  # of files
         raise
     except (KeyError, RecursionError, TypeError, ValueError) as error:
-        raise kind(f"{what} must {forms}, got {given!r:.80} ({error})") from error
+        is_name = isinstance(error, KeyError) and kind is FeedError
+        why = f"it has no {error}; if it has another name, give columns=" if is_name else error
+        raise kind(f"{what} must {forms}, got {given!r:.80} ({why})") from error
 
 
 def tokens_of(given: Any, words: int | None, *, labels: bool = False) -> list[int]:
@@ -246,10 +255,17 @@ def _tokenized(
         return [_whole(tokens_of(row, words))], 0, ""
     if "input_ids" in row:
         tokens = tokens_of(row["input_ids"], words)
-        labels = tokens_of(row.get("labels", tokens), words, labels=True)
-        if len(labels) != len(tokens):
-            raise ValueError(f"{len(tokens)} input_ids need as many labels, got {len(labels)}")
-        return [Example(np.array(tokens, np.int64), np.array(labels, np.int64))], 0, ""
+        given = {"labels": tokens_of(row.get("labels", tokens), words, labels=True)}
+        given |= {name: tokens_of(row[name], 2) for name in (SEEN, *_TRAINED) if name in row}
+        for name, each in given.items():
+            if len(each) != len(tokens):
+                raise ValueError(f"{len(tokens)} input_ids need as many {name}, got {len(each)}")
+        masks = {name: np.array(each, bool) for name, each in given.items() if name != "labels"}
+        labels = np.array(given["labels"], np.int64)
+        for name in masks.keys() - {SEEN}:
+            labels[~masks[name]] = IGNORED
+        seen = masks.get(SEEN, np.ones(len(tokens), bool))  # no padding
+        return [Example(np.array(tokens, np.int64)[seen], labels[seen])], 0, ""
     messages = _messages_of(row, tokenizer)
     if messages is not None:
         return chat(messages, tokenizer(), train_on, template_settings(row))
@@ -265,22 +281,34 @@ def _messages_of(
     row: Mapping[str, Any], tokenizer: Callable[[], Tokenizer]
 ) -> list[Message] | None:
     """Returns the messages of a row; None if it is no chat."""
-    if "messages" in row:
-        return list(turns_of(row["messages"]))
-    if "conversations" in row:
-        return _share_gpt(turns_of(row["conversations"]))
-    if is_chat(row.get("completion")):
-        given = [{**each, "weight": 0} for each in messages_in(row["prompt"])]
-        return [*given, *turns_of(row["completion"])]
+    for name in ("messages", "conversations"):
+        if name in row:
+            return with_system(row, _share_gpt(turns_of(row[name])))
+    given, reply = row.get("prompt"), row.get("completion")
+    if is_chat(reply) or (is_chat(given) and isinstance(reply, str)):
+        before = [{**each, "weight": 0} for each in messages_in(row["prompt"])]
+        return with_system(row, whole_chat(before, reply))
     pair = as_prompt(row)
     if pair is row or not tokenizer().has_template:
         return None
-    return [*messages_in(pair["prompt"]), {"role": "assistant", "content": pair["completion"]}]
+    return with_system(row, [*messages_in(pair["prompt"]), *reply_in(pair["completion"])])
+
+
+def with_system(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
+    """Returns the messages of a row, with the system's that it may have beside them."""
+    found, roles = row.get("system"), [each.get("role") for each in messages[:1]]
+    if not found or roles[:1] == ["system"]:
+        return list(messages)
+    if not isinstance(found, str):
+        raise TypeError(f"system must be a text, got {found!r:.80}")
+    return [{"role": "system", "content": found}, *messages]
 
 
 def as_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a row of Alpaca, or with question and answer, as one of prompt and completion."""
     if "instruction" in row and "output" in row:
+        if row.get("history"):
+            raise ValueError("history is not read; give the whole chat as messages")
         prompt = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
         return {"prompt": prompt, "completion": row["output"]}
     if "question" in row and "answer" in row:
@@ -303,19 +331,31 @@ def template_settings(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def turns_of(given: Any) -> Sequence[Any]:
-    """Returns the dicts of a chat; a Sequence of Hugging Face's datasets is a dict of lists."""
+    """Returns the dicts of a chat, which may be JSON, one dict, or a dict of lists.
+
+    A Sequence of Hugging Face's datasets is a dict of lists.
+    """
+    given = read_json(given) if isinstance(given, str) else given
+    if isinstance(given, Mapping) and isinstance(given.get("role"), str):
+        return [given]
     if not isinstance(given, Mapping):
         return list(given)
     columns = zip(*given.values(), strict=True)
     return [dict(zip(given, values, strict=True)) for values in columns]
 
 
-def _share_gpt(turns: Sequence[Mapping[str, str]]) -> list[Message]:
-    """Returns the messages of a chat in the form of ShareGPT: turns with ``from`` and ``value``."""
+def _share_gpt(turns: Sequence[Any]) -> list[Message]:
+    """Returns messages; those in the form of ShareGPT have ``from`` and ``value``."""
+    found = []
     for turn in turns:
-        if turn["from"] not in _SPEAKERS:
-            raise ValueError(f"'from' must be one of {', '.join(_SPEAKERS)}, got {turn['from']!r}")
-    return [{"role": _SPEAKERS[turn["from"]], "content": turn["value"]} for turn in turns]
+        if isinstance(turn, Mapping) and "from" in turn:
+            if turn["from"] not in _SPEAKERS:
+                names = ", ".join(_SPEAKERS)
+                raise ValueError(f"'from' must be one of {names}, got {turn['from']!r}")
+            more = {name: value for name, value in turn.items() if name not in ("from", "value")}
+            turn = {**more, "role": _SPEAKERS[turn["from"]], "content": turn["value"]}
+        found.append(turn)
+    return found
 
 
 def _whole(tokens: list[int]) -> Example:
@@ -325,6 +365,19 @@ def _whole(tokens: list[int]) -> Example:
 def messages_in(prompt: Any) -> Sequence[Message]:
     """Returns a prompt in front of a reply that is a chat as messages."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else turns_of(prompt)
+
+
+def reply_in(reply: Any) -> Sequence[Message]:
+    """Returns a reply as messages, or those that it is."""
+    is_text = isinstance(reply, str)
+    return [{"role": "assistant", "content": reply}] if is_text else turns_of(reply)
+
+
+def whole_chat(before: Sequence[Message], reply: Any) -> Sequence[Message]:
+    """Returns messages and the reply behind them, which may be the whole chat already."""
+    turns = reply_in(reply)
+    said = [(turn.get("role"), turn.get("content")) for turn in (*before[-1:], *turns)]
+    return turns if before and said[0] in said[1:-1] else [*before, *turns]
 
 
 def is_chat(given: Any) -> bool:

@@ -33,6 +33,11 @@ _NAMES = (
     "onnx/decoder_model_merged.onnx",
 )
 _ADAPTERS = ".onnx_adapter"
+_BEHIND_PADDING = (
+    *("roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "mpnet"),
+    *("longformer", "data2vec-text", "ibert", "esm"),
+)
+"""Types of models whose positions begin behind the token of padding."""
 _NORMS, _FIRST_NORM = ("q_norm_weight", "k_norm_weight"), 14
 _PARTS = {
     "encoder": "encoder_model",
@@ -66,7 +71,7 @@ _TOKEN = Expected(
 _TEMPLATE = Expected("a string, or an array of objects with 'name' and 'template'", _is_template)
 _CONFIG = {
     **dict.fromkeys(("max_position_embeddings", "max_target_positions", "vocab_size"), _INTEGER),
-    **dict.fromkeys(("decoder_start_token_id", "num_hidden_layers"), _INTEGER),
+    **dict.fromkeys(("decoder_start_token_id", "num_hidden_layers", "n_positions"), _INTEGER),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "head_dim"), _INTEGERS),
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), _INTEGERS),
     "model_type": or_null(TEXT),
@@ -94,6 +99,7 @@ class Folder:
         tokenizer_config: The settings in tokenizer_config.json.
         parts: The files of an encoder-decoder model: ``encoder``, ``decoder`` (without a cache),
             ``with_past`` and ``merged``, as far as they exist; empty for other models.
+        scored: The output with the scores of the next token, if a loss names it.
     """
 
     path: Path
@@ -102,6 +108,7 @@ class Folder:
     config: Mapping[str, Any]
     tokenizer_config: Mapping[str, Any]
     parts: Mapping[str, Path] = field(default_factory=dict)
+    scored: str = ""
 
     @property
     def has_tokenizer(self) -> bool:
@@ -111,7 +118,11 @@ class Folder:
     @property
     def context_length(self) -> int | None:
         """The largest number of tokens of a sequence; None if the folder has no such setting."""
-        found = self.genai.get("context_length", self.config.get("max_position_embeddings"))
+        others = {} if self.parts else self.config  # T5 has n_positions, but no such limit
+        found = self.config.get("max_position_embeddings", others.get("n_positions"))
+        if isinstance(found, int) and self.config.get("model_type") in _BEHIND_PADDING:
+            found -= self.pad + 1
+        found = self.genai.get("context_length", found)
         return found if isinstance(found, int) and found > 0 else None
 
     @property
@@ -129,7 +140,7 @@ class Folder:
     @property
     def logits(self) -> str:
         """The name of the output with the scores of the next token."""
-        return _text(self.genai, "decoder", "outputs", "logits") or "logits"
+        return self.scored or _text(self.genai, "decoder", "outputs", "logits") or "logits"
 
     def input_name(self, name: str) -> str:
         """Returns the model's name of ``input_ids``, ``attention_mask`` or ``position_ids``."""

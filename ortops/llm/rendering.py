@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import random
@@ -234,7 +235,7 @@ class Texts:
         end = len(after.removesuffix(last))
         if after.startswith(before) and text.startswith(after[:end]):
             return _Reply((len(before), end))
-        for probe, letters in _probes(chat[number]):
+        for loose, (probe, letters) in itertools.product((False, True), [*_probes(chat[number])]):
             with contextlib.suppress(_BlamedError, ValueError):
                 chats = [*chat[:number], probe], [*chat[:number], probe, *chat[number + 1 :]]
                 alone = _around(self._rendered(chats[0]).removesuffix(last), letters)
@@ -242,7 +243,7 @@ class Texts:
                 turn = _around(self._rendered(chats[0], begin_reply=True), letters)[1]
                 turn = turn.removesuffix(before[len(closed) :] if not last else "")
                 parts = before, after[:end], closed
-                return self._compared(text, parts, alone, whole, turn)
+                return self._compared(text, parts, alone, whole, turn, loose=loose)
         own = (after, (len(before), end)) if after.startswith(before) else None
         return _Reply(None, own)
 
@@ -253,6 +254,8 @@ class Texts:
         alone: tuple[str, str],
         whole: tuple[str, str],
         turn: str,
+        *,
+        loose: bool,
     ) -> _Reply:
         """Finds a reply by what surrounds its content.
 
@@ -262,29 +265,36 @@ class Texts:
             alone: What is before and behind the content in the chat up to the reply.
             whole: What is before and behind it in the chat.
             turn: What is behind it if another turn follows.
+            loose: Whether the chat up to the reply may begin otherwise than its prompt.
 
         Raises:
             ValueError: If the surroundings are not those of the text.
         """
         before, after, closed = parts
-        start = _shared(before, alone[0])
-        if start < _shared(before, closed):
-            raise ValueError("the chat up to the reply does not begin as its prompt")
+        start, eos = _shared(before, alone[0]), self._names["eos_token"]
         content, lead = _between(text, *whole), alone[0][start:]
-        first = len(whole[0])
-        if whole[0].endswith(lead):
+        first, is_apart = len(whole[0]), False
+        if start < _shared(before, closed):
+            if not loose:
+                raise ValueError("the chat up to the reply does not begin as its prompt")
+            prompt = before.removeprefix(closed.removesuffix(eos))
+            first = whole[0].rfind(prompt) + len(prompt) if prompt in whole[0] else first
+        elif whole[0].endswith(lead):
             first -= len(lead)
-        elif text.startswith(before[:start]):
+        elif text.startswith(before[:start]) and whole[0][start:] in lead:
             first = start
+        else:  # something of another message is between, such as the result of a tool
+            is_apart = True
         ends = [each for each in (alone[1], turn) if whole[1].startswith(each)]
-        eos = self._names["eos_token"]
         end = max(ends, key=len, default=eos if whole[1].startswith(eos) else "")
         place = first, len(text) - len(whole[1]) + len(end)
         opened, reply = before[start:], after[start:].removesuffix(alone[1])
+        if loose:
+            return _Reply(place if reply.endswith(content.strip()) else None)
         if text.startswith(after) and after.startswith(before[:start]):
             return _Reply((start, len(after)), None, opened)
         with contextlib.suppress(ValueError):
-            if ends and _between(after, *alone).strip() == content.strip():
+            if ends and not is_apart and _between(after, *alone).strip() == content.strip():
                 return _Reply(place, None, opened)
         own = (after, (start, len(after))) if after.startswith(before[:start]) else None
         return _Reply(place if reply.endswith(content.strip()) else None, own, opened)
@@ -406,6 +416,8 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message as templates see it."""
     result = {n: v for n, v in given.items() if n != "weight" and (v is not None or n == "content")}
     content = result.get("content")
+    if isinstance(content, float) and content != content:
+        raise _BlamedError("data", f"the content of a message must be a text, got {content}")
     if isinstance(content, list):
         result["content"] = [_part(each) for each in content]
     if isinstance(calls := result.get("tool_calls"), list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import itertools
@@ -38,6 +39,7 @@ NAMES = (
     *("input_features", "decoder_prefix", *SETTINGS),
     *("label", "score", "text_pair", "sentence", "sentence1", "sentence2", "premise", "hypothesis"),
     *("anchor", "query", "positive", "negative"),
+    *("system", "attention_mask", "completion_mask", "assistant_masks"),
 )
 """The names that a row may have."""
 
@@ -169,7 +171,8 @@ def _of_file(file: Path) -> FileRows:
         table = open_arrow(file)
         return FileRows(len(table), table.records)
     stream = open_regular(file, what="file", remedy=f"give a file of {_FILES}")
-    is_list = suffix == ".json" and stream.read(99).lstrip()[:1] == b"["
+    head = stream.read(99).removeprefix(codecs.BOM_UTF8).lstrip()
+    is_list = head[:1] == b"[" and (suffix == ".json" or head[1:].lstrip()[:1] == b"{")
     if suffix == ".csv" or is_list:
         with stream:
             check_size(f"file '{file}'", os.fstat(stream.fileno()).st_size)
@@ -234,6 +237,8 @@ class _JSONLines(FileRows):
             try:
                 found.append(read_json(line))
             except ValueError as error:
-                what = f"file '{self._file}', line {number}"
-                raise FeedError(f"{what}: invalid JSON: {error}") from error
+                what = f"file '{self._file}', line {number}: invalid JSON: {error}"
+                is_known = self._file.suffix.lower() in _SUFFIXES
+                remedy = "" if is_known else f"; give a file of {_FILES}, with its usual ending"
+                raise FeedError(f"{what}{remedy}") from error
         return found

@@ -29,7 +29,8 @@ from ortops.llm.examples import (
     messages_in,
     template_settings,
     tokens_of,
-    turns_of,
+    whole_chat,
+    with_system,
 )
 from ortops.llm.folder import Folder
 from ortops.llm.row_files import Columns, FileRows, Rows, check_columns, prepared, rows_of
@@ -239,10 +240,8 @@ class Comparisons(Sequences):
         prompt, reply = row.get("prompt", []), row[name]
         if isinstance(reply, str) and not is_chat(prompt):
             return answer(row["prompt"], reply, self.tokenizer())
-        if isinstance(reply, str):
-            reply = [{"role": "assistant", "content": reply}]
-        if is_chat(reply):
-            messages = [*messages_in(prompt), *turns_of(reply)]
+        if isinstance(reply, str) or is_chat(reply):
+            messages = with_system(row, whole_chat(messages_in(prompt), reply))
             more = template_settings(row)
             return chat(messages, self.tokenizer(), "completion", more)[0][0]
         tokens = [*tokens_of(prompt, self.words), *tokens_of(reply, self.words)]

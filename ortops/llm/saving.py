@@ -21,6 +21,7 @@ from ortops.graph.files.atomic import folder_within, remove_litter, write_atomic
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.messages import size_of
+from ortops.graph.files.opening import file_in_folder
 from ortops.graph.files.saving import write_model
 from ortops.graph.magnitudes import with_given_scales
 from ortops.llm.encoders import OF_EMBEDDINGS, folders_of_modules, settings_with_labels
@@ -28,6 +29,7 @@ from ortops.llm.folder import GENAI_CONFIG, Folder, copy_others, genai_config
 from ortops.llm.graphs import prune
 from ortops.llm.merging import merged_model
 from ortops.llm.several_files import NAMES, SeveralFiles
+from ortops.llm.tokenization import TEMPLATES
 from ortops.lora.files import written_adapter
 
 ADAPTER, TRAINING = "adapter.onnx_adapter", "training.state"
@@ -148,8 +150,11 @@ class FolderWriter:
             copy_others(self._folder, target, without=left)
             if settings := genai_config(self._folder):
                 write_atomically(target / GENAI_CONFIG, settings.encode(), follow=False)
-            for name in () if self._labels else folders_of_modules(self._folder):
-                module = replace(self._folder, path=self._folder.path / name)
+            names = [] if self._labels else folders_of_modules(self._folder)
+            names += [TEMPLATES] * (self._folder.path / TEMPLATES).is_dir()
+            for name in names:
+                place = file_in_folder(self._folder.path, name, what="a folder to copy")
+                module = replace(self._folder, path=place)
                 copy_others(module, folder_within(target, Path(name)))
             for name, content in settings_with_labels(self._folder, self._labels).items():
                 write_atomically(target / name, content, follow=False)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import ArgumentError, FeedError, ModelError
-from ortops.llm.examples import IGNORED, as_prompt, tokens_of
+from ortops.llm.examples import IGNORED, SEEN, as_prompt, tokens_of
 from ortops.llm.folder import Folder
 from ortops.llm.tokenization import Tokenizer
 
@@ -60,6 +60,8 @@ def read_pair(
         source = _features(row["input_features"])
     elif "input_ids" in row:
         source = np.array(tokens_of(row["input_ids"], words), np.int64)
+        if SEEN in row:  # without padding
+            source = source[np.array(tokens_of(row[SEEN], 2), bool)]
     else:
         source = np.array(tokenizer().tokens(row["prompt"]), np.int64)
     if "labels" in row:

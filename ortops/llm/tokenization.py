@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from ortops._common.optional import missing_package
 from ortops.engine.trainable.child_process import Child, ChildError
 from ortops.errors import ModelError
-from ortops.graph.files.opening import open_regular, read_regular
+from ortops.graph.files.opening import file_in_folder, open_regular, read_regular
 from ortops.graph.limits import LIMITS
 from ortops.llm import rendering
 from ortops.llm.folder import Folder
@@ -24,6 +24,10 @@ Message: TypeAlias = Mapping[str, Any]
 Names: TypeAlias = Mapping[str, Any] | None
 """Further names that a chat template reads, and their values."""
 
+TEMPLATES = "additional_chat_templates"
+"""The folder of chat templates with names, in the folder of a model."""
+
+_FOR_TOOLS = f"{TEMPLATES}/tool_use.jinja"
 _LIMITS = ("text_seconds", "text_memory")
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -215,7 +219,8 @@ class Tokenizer:
                 f"folder '{self._folder.path}': it has no chat template; add chat_template.jinja, "
                 "or give rows with prompt and completion instead of messages"
             )
-        if not isinstance(self._folder.tokenizer_config.get("chat_template"), list):
+        several = isinstance(self._folder.tokenizer_config.get("chat_template"), list)
+        if not several and not (self._folder.path / TEMPLATES).is_dir():
             self._source = found
         return found
 
@@ -224,6 +229,8 @@ class Tokenizer:
         self._template = self._folder.path / "tokenizer_config.json"
         found = self._folder.tokenizer_config.get("chat_template")
         file = self._folder.path / "chat_template.jinja"
+        if more.get("tools") is not None and (self._folder.path / _FOR_TOOLS).is_file():
+            file = file_in_folder(self._folder.path, _FOR_TOOLS, what="chat template")
         if file.is_file():
             self._template = file
             try:

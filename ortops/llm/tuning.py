@@ -210,7 +210,7 @@ class FineTuning:
         recompute: Checkpoint | None,
         providers: Sequence[Any] | None,
     ) -> None:
-        self._folder = folder
+        folder = self._folder = _scored(folder, model)
         self._tokenizer: Tokenizer | None = None
         # Without its outputs: the logits and the cache take much memory.
         self.session = TrainingSession(model, providers=providers, recompute=recompute, outputs=[])
@@ -229,7 +229,9 @@ class FineTuning:
         elif files is not None and files.has_encoder:
             kind = SequencePairs(files, *settings)
         else:
-            kind = (Comparisons if _loss_name(model) == "DPO" else Sequences)(*settings)
+            kind = (Comparisons if _loss_settings(model).get("loss") == "DPO" else Sequences)(
+                *settings
+            )
         self._batches = Batches(kind, self.session.inputs)
 
     @property
@@ -684,7 +686,10 @@ def _adapted(
             "ortops.llm.FineTuning.load, or merge it with ortops.lora.merge"
         )
     adapter = given["adapter"]
+    fixed = {} if encoder is None else quantized(to_ir(model).graph.initializers.values())
     if given["rank"] is None:
+        if fixed:  # does a rank help?
+            _adapted(folder, files, {**given, "rank": 1}, encoder)
         _refuse_adapter(model, given)
         return model
     if adapter is not None and Path(adapter).is_dir():
@@ -695,7 +700,6 @@ def _adapted(
         head = head_of(model)
         settings["modules_to_save"] = [*saved_modules(given["modules_to_save"]), head]
     kind = model_type_beside(folder.model if files is None else folder.path / "model.onnx")
-    fixed = {} if encoder is None else quantized(to_ir(model).graph.initializers.values())
     try:
         model = move_aside(adapted(read_base(model), **settings, model_type=kind))
         if fixed:
@@ -790,7 +794,8 @@ def _trainable(
         )
     named = replace(loss, output=loss.output or folder.logits)
     result = build_light(model, loss=named, **settings)
-    write_metadata(result.proto, _LOSS, json.dumps({"loss": loss.name}))
+    described = {"loss": loss.name} | ({"output": loss.output} if loss.output else {})
+    write_metadata(result.proto, _LOSS, json.dumps(described))
     return result
 
 
@@ -818,16 +823,22 @@ def optimizer_of(given: Mapping[str, Any]) -> Optimizer:
     return replace(made, **own, **dict.fromkeys(known & {"epsilon_after_correction"}, True))
 
 
-def _loss_name(model: LightModel) -> str:
+def _loss_settings(model: LightModel) -> Mapping[str, Any]:
     remedy = "delete the file of the training"
-    found = read_metadata(model.proto.metadata_props, _LOSS, remedy) or {}
-    return str(found.get("loss", "NextToken"))
+    return read_metadata(model.proto.metadata_props, _LOSS, remedy) or {}
+
+
+def _scored(folder: Folder, model: LightModel) -> Folder:
+    """Returns a folder with the output that the loss reads, for what else reads it."""
+    found, outputs = _loss_settings(model), {each.name for each in model.proto.graph.output}
+    is_own = "task" not in found and found.get("output") in outputs
+    return replace(folder, scored=found["output"]) if is_own else folder
 
 
 def _trained_encoder(model: LightModel) -> Encoder | None:
     """Returns what a trainable model trains of a text encoder; None for a language model."""
-    found = read_metadata(model.proto.metadata_props, _LOSS, "delete the file of the training")
-    if not isinstance(found, Mapping) or "task" not in found:
+    found = _loss_settings(model)
+    if "task" not in found:
         return None
     return Encoder(**{**found, "labels": tuple(found["labels"])})
 
