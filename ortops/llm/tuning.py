@@ -107,7 +107,7 @@ class FineTuning:
             optimizer that is given as an object.
         recompute: Which activations to keep, as for `ortops.TrainingSession`. By default, steps on
             the CPU compute results of activation functions, products of elements and normalizations
-            again (``"elementwise"``), which takes hardly more time; with float32, losses have the same
+            again (``"elementwise"``), which takes hardly more time; in float32, losses have equal
             bits. ``"sqrt"`` saves much memory for a third more time. None keeps all activations.
         adapter: An adapter to begin with: a folder of PEFT, which determines rank, alpha, targets,
             dropout and the patterns, or an ``.onnx_adapter`` file of this model with the same rank
