@@ -688,6 +688,17 @@ def test_rows_of_parquet_are_those_in_memory(tmp_path: Path, here: None) -> None
     assert found == expected
 
 
+def test_columns_that_mean_nothing_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    folder: Any = None
+    kind = Sequences(folder, lambda: pytest.fail("a tokenizer"), 9)
+    rows = [{"input_ids": [1, 2], "id": 7}, {"input_ids": [3, 4], "source": "web", "note": None}]
+    kind.read(rows, 99, "assistant")
+    assert "2 columns of rows are not read: id, source" in caplog.messages
+    caplog.clear()
+    kind.read(rows, 99, "assistant", {"input_ids": "input_ids"})
+    assert not caplog.messages
+
+
 def test_columns_by_other_names(tmp_path: Path, here: None) -> None:
     tokenizer = opened(tmp_path / "base", template=WHOLE)
     folder: Any = None

@@ -401,6 +401,8 @@ def test_classes_in_data() -> None:
         for labels, expected in cases:
             with check(labels):
                 assert labels_in([{"text": "x", "label": each} for each in labels]) == expected
+        with check("a CSV file of scores"), pytest.raises(FeedError, match=r"label -0\.5 is a num"):
+            labels_in([{"text": "x", "label": each} for each in ("1.0", "-0.5")])
         for label in (float("nan"), "", " ", ["a"], 0.5, None):
             with check(label), pytest.raises(FeedError, match="row 2"):
                 labels_in([{"text": "x", "label": each} for each in ("a", label)])
@@ -451,6 +453,22 @@ def test_a_model_of_one_number_needs_labels(tmp_path: Path) -> None:
     assert all(message in each for each in found.problems)
     tuning = FineTuning(folder, 2, task="classification", labels=CLASSES)
     tuning.fit([{"text": text, "label": label} for text, label in TEXTS], progress=False)
+
+
+@pytest.mark.slow
+def test_a_model_of_several_labels_is_no_classifier(tmp_path: Path) -> None:
+    model = encoder(BERT, num_labels=2, problem_type="multi_label_classification")
+    folder = write(model, tmp_path / "base")
+    message = "problem_type 'multi_label_classification', but task='classification' trains one"
+    for labels in (None, ["LABEL_0", "LABEL_1"]):
+        with pytest.raises(ModelError, match=message):
+            FineTuning(folder, 2, task="classification", labels=labels)
+    assert not check_folder(folder).tasks
+    tuning = FineTuning(folder, 2, task="classification", labels=["a", "b", "c"])
+    tuning.fit([{"text": "good", "label": name} for name in "abc"], progress=False)
+    tuning.save(tmp_path / "tuned")
+    saved = json.loads((tmp_path / "tuned/config.json").read_text())
+    assert saved["problem_type"] == "single_label_classification"
 
 
 @pytest.mark.slow

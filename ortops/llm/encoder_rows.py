@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ FIRST = ("text", "sentence", "sentence1", "anchor", "query", "question", "premis
 SECOND = ("text_pair", "sentence2", "positive", "answer", "hypothesis")
 """The names of the columns with texts."""
 _TYPES = "token_type_ids"
+
+_FRACTION = re.compile(r"[+-]?\d*\.\d*[1-9]\d*")
+"""A number that is not whole, as text, which a CSV file has."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def labels_in(data: Rows, columns: Columns = None) -> list[str]:
     """Returns the names of the classes of rows: numbers in order, or else sorted texts.
 
     Raises:
-        FeedError: If a row has none, or all have the same.
+        FeedError: If a row has none, all have the same, or one is a score.
     """
     found = dict[str, None]()
     for number, row in enumerate(rows_of(data), 1):
@@ -187,6 +191,12 @@ def labels_in(data: Rows, columns: Columns = None) -> list[str]:
         names = sorted(found)
     if len(names) < 2:
         raise FeedError(f"data: rows must have at least 2 classes, got {names}")
+    fractions = [name for name in names if _FRACTION.fullmatch(name)]
+    if fractions:
+        raise FeedError(
+            f"data: label {fractions[0]} is a number with a fraction, not a class; give labels= "
+            "with all classes if it is one, or train scores with task='pairs'"
+        )
     return names
 
 

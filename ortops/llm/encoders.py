@@ -38,6 +38,9 @@ _OF_TOKENS = "sentence_bert_config.json"
 OF_EMBEDDINGS = ("modules.json", _OF_TOKENS, "config_sentence_transformers.json")
 """Files of sentence-transformers, which say how hidden states become embeddings."""
 
+_ONE_CLASS = "single_label_classification"
+"""The type of problem in config.json that classification trains."""
+
 _MODULES = ("Transformer", "Pooling", "Dropout", "Normalize")
 """Modules of sentence-transformers that make an embedding of hidden states."""
 
@@ -99,6 +102,7 @@ def encoder_of(folder: Folder, model: LightModel, given: Mapping[str, Any]) -> E
     if EMBEDDING not in ranks and [name for name in ranks if ranks[name] == 3] == ["logits"]:
         raise refusal(folder, "not an encoder of whole texts: its logits are those of tokens")
     task, names = given["task"], given["labels"]
+    logits = [value for value in graph.output if value.name == "logits"]
     if task == "classification" or (task == "pairs" and ranks.get("logits") == 2):
         if not names and ranks.get("logits") != 2:
             raise ArgumentError(
@@ -107,7 +111,18 @@ def encoder_of(folder: Folder, model: LightModel, given: Mapping[str, Any]) -> E
             )
         if ranks.get("logits") != 2:
             _hidden(folder, ranks)
-        return Encoder(task, _labels(folder, graph, names), 0, "logits")
+        labels = _labels(folder, graph, names)
+        last = [dim for v in logits for dim in v.type.tensor_type.shape.dim[-1:]]
+        kept = any(dim.dim_value == len(labels) for dim in last)  # else it gets a new layer
+        kind = folder.config.get("problem_type") if kept else None
+        if kind not in (None, _ONE_CLASS):
+            raise ModelError(
+                f"folder '{folder.path}': config.json has problem_type {kind!r}, but task='{task}' "
+                f"trains one class of several; set it to '{_ONE_CLASS}', or train the file with "
+                "ortops.build_training_model and another loss, such as "
+                "BinaryCrossEntropyWithLogits"
+            )
+        return Encoder(task, labels, 0, "logits")
     if names:
         raise ArgumentError(f"labels must be left out for task='{task}', got {names!r:.80}")
     output = EMBEDDING if EMBEDDING in ranks else _hidden(folder, ranks)
@@ -412,6 +427,8 @@ def settings_with_labels(folder: Folder, labels: Sequence[str]) -> dict[str, byt
     found |= {"label2id": {name: n for n, name in enumerate(labels)}}
     if "num_labels" in found:
         found["num_labels"] = len(labels)
+    if "problem_type" in found:
+        found["problem_type"] = _ONE_CLASS
     kinds = found.get("architectures")
     if isinstance(kinds, list):
         ends = (each.removesuffix("Model") for each in kinds if isinstance(each, str))

@@ -119,6 +119,7 @@ class Reading:
         met: How many rows or replies there are of each kind that the log tells of.
         opened: What precedes replies in prompts, but not in chats; empty if nothing does.
         rows: The number of the last row.
+        unread: The columns of rows that mean nothing here.
     """
 
     tokenizer: Callable[[], Tokenizer]
@@ -129,6 +130,7 @@ class Reading:
     met: Counter[str] = field(default_factory=Counter)
     opened: str = ""
     rows: int = 0
+    unread: set[str] = field(default_factory=set)
 
     def examples(self, row: Any) -> list[Example]:
         """Returns the examples of a row that have a token to train: none, one, or several."""
@@ -159,6 +161,8 @@ class Reading:
         note(said, text, met["own"])
         text = "%d rows have replies without %r, with which generation begins"
         note(said, text, met["opened"], self.opened)
+        text = "%d columns of rows are not read: %s"
+        note(said, text, len(self.unread), ", ".join(sorted(self.unread)))
 
 
 def note(said: set[str], text: str, count: int, *more: object) -> None:

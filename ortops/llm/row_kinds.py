@@ -33,7 +33,7 @@ from ortops.llm.examples import (
     with_system,
 )
 from ortops.llm.folder import Folder
-from ortops.llm.row_files import Columns, FileRows, Rows, check_columns, prepared, rows_of
+from ortops.llm.row_files import NAMES, Columns, FileRows, Rows, check_columns, prepared, rows_of
 from ortops.llm.sequence_pairs import FORMS as FORMS_OF_PAIRS
 from ortops.llm.sequence_pairs import Array, Pair, pair_feeds, prefix_of, read_pair
 from ortops.llm.several_files import SeveralFiles
@@ -136,6 +136,8 @@ class RowKind(ABC):
         for number, row in enumerate(rows, first):
             reading.rows = number
             found = prepared(row, reading.columns)
+            if isinstance(found, Mapping):
+                reading.unread |= {name for name in found if name not in NAMES}
             with errors_of(f"data: row {number}", found, self.forms):
                 units = self.units(found, reading, number)
             yield units
