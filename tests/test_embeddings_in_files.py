@@ -269,7 +269,7 @@ def test_check_says_what_stays_in_its_file(tmp_path: Path, monkeypatch: pytest.M
     assert not said[1]
     assert [[*found] for found in walks if found] == [[EMBEDDING]]  # it is looked for once
     less = reports[1].estimated.fixed - reports[0].estimated.fixed
-    assert less == pytest.approx(2.4 * 4 * llama.WORDS * llama.HIDDEN)  # small weights are copied
+    assert less == pytest.approx(2.5 * 4 * llama.WORDS * llama.HIDDEN)  # small weights are copied
 
 
 @pytest.mark.slow

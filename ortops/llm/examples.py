@@ -343,6 +343,9 @@ def turns_of(given: Any) -> Sequence[Any]:
     if isinstance(given, Mapping) and isinstance(given.get("role"), str):
         return [given]
     if not isinstance(given, Mapping):
+        for each in given:
+            if not isinstance(each, Mapping):
+                raise TypeError(f"a message must have role and content, got {each!r:.80}")
         return list(given)
     columns = zip(*given.values(), strict=True)
     return [dict(zip(given, values, strict=True)) for values in columns]

@@ -95,7 +95,7 @@ def rewrite(
     """Traverses a graph once and replaces the nodes that match patterns.
 
     New nodes are inserted before the node that they replace, are named after it, and are not
-    matched again. If patterns have replaced or inserted any, unused nodes are removed in the end.
+    matched again. If any node is a candidate, unused nodes are removed in the end.
 
     Args:
         graph: A lowered graph; it is modified in place.
@@ -130,7 +130,7 @@ def rewrite(
                 _replace(tape, node, results)
                 changed = True
                 break
-    if changed or tape.nodes:
+    if candidates:  # patterns also change nodes in place
         remove_unread(list(graph))
     return changed
 
