@@ -579,7 +579,7 @@ def test_chats_that_other_libraries_write(
 
 
 def test_masks_of_tokens(tmp_path: Path) -> None:
-    """Padding is no token, and TRL's masks say what is trained."""
+    """Padding is left out, and masks of TRL say which tokens are trained."""
     ids = {"input_ids": [0, 5, 6, 7, 0]}
     for row, tokens, labels in (
         ({"attention_mask": [0, 1, 1, 1, 0]}, [5, 6, 7], [5, 6, 7]),

@@ -217,7 +217,7 @@ def _gradients_of_block(
 
 
 def _rows_of(bias: Tensor, start: Tensor, rows: Tensor) -> Tensor:
-    """Returns some rows of a bias, whose last one stands for all that follow."""
+    """Returns some rows of a bias; its last row also serves the queries behind it."""
     if bias.shape is not None and bias.shape[2] == 1:
         return bias
     last = minus(size_of(bias, [2]), 1)
