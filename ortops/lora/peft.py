@@ -40,7 +40,13 @@ from ortops.lora.model import (
     refuse_not_finite,
 )
 from ortops.lora.patterns import Patterns
-from ortops.lora.peft_layers import PeftLayer, Places, model_type_beside, peft_layers
+from ortops.lora.peft_layers import (
+    PeftLayer,
+    Places,
+    model_type_beside,
+    peft_layers,
+    refuse_folded,
+)
 from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import Target, parts, targets
 
@@ -109,6 +115,7 @@ def to_peft(
         ModelError: If the model has no adapter, its base has changed since the adapter was added,
             the adapter's values are not finite, a layer's name does not start with the prefix, or
             two layers that differ have one name.
+        UnsupportedError: If the exporter folded a BatchNormalization into a layer of the adapter.
         OSError: If a file cannot be written.
 
     Example:
@@ -175,6 +182,8 @@ def _places(adapted: Adapted) -> dict[str, dict[str, Sequence[int]]]:
     found: dict[str, dict[str, Sequence[int]]] = {}
     for target in targets(work):
         pieces = parts(target)
+        if target.module in adapted.adapter.modules:
+            refuse_folded(target)
         found.update({part.module: {} for part in pieces})
         found[target.module] = {part.module: part.columns for part in pieces}
     return found
