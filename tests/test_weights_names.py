@@ -283,6 +283,62 @@ def test_a_batch_normalization_elsewhere_is_not_folded() -> None:
     assert len(match(mlp.mlp((4, 16, 2)), checkpoint)) == 4
 
 
+GEMMA = """f (float[n, 6] x) => (float[n, 6] y) {
+    h = Mul (x, norm)
+    y = Gemm <transB = 1> (h, fc_weight)
+}"""
+
+
+SCOPES = ("/norm/Mul", "/fc/Gemm")
+
+
+def computed(norm: str, *, kind: type = np.float32) -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """A model whose exporter computed 1 + weight, as in Gemma, and its checkpoint."""
+    checkpoint = {"norm.weight": numbers(6).astype(kind) / 4, "fc.weight": numbers(6, 6)}
+    model = onnx.parser.parse_model(HEAD + GEMMA)
+    for node, name, weight in zip(model.graph.node, SCOPES, (norm, "fc.weight"), strict=True):
+        node.name, node.input[1] = name, weight
+    held = {norm: np.float32(1 + checkpoint["norm.weight"]), "fc.weight": checkpoint["fc.weight"]}
+    model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in held.items())
+    return model, checkpoint
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+@pytest.mark.parametrize("norm", ["onnx::Mul_18", "norm.weight"])
+def test_a_weight_that_the_exporter_computed_is_refused(norm: str, kind: type) -> None:
+    model, checkpoint = computed(norm, kind=kind)
+    with pytest.raises(UnsupportedError, match=f"weight '{norm}': .* computed it from 'norm.weig"):
+        match(model, checkpoint)
+    with pytest.raises(UnsupportedError, match="Gemma's 1 \\+ weight"):
+        load(model, checkpoint)
+
+
+def test_another_checkpoint_of_a_weight_that_was_renamed(caplog: pytest.LogCaptureFixture) -> None:
+    """It may have been computed: only the checkpoint that was exported tells."""
+    model, checkpoint = computed("onnx::Mul_18")
+    other = {name: numbers(*array.shape) for name, array in checkpoint.items()}
+    load(model, other)
+    assert "renamed the weights of 'norm.weight', perhaps because it computed" in caplog.text
+    caplog.clear()
+    model.graph.initializer[0].CopyFrom(
+        numpy_helper.from_array(checkpoint["norm.weight"], "onnx::Mul_18")
+    )
+    load(match(model, checkpoint).attach(model), other)
+    load(model, checkpoint | {"fc.weight": other["fc.weight"]})
+    named, _ = computed("norm.weight")
+    load(named, {name: 2 * array for name, array in checkpoint.items()})
+    assert "renamed" not in caplog.text
+
+
+def test_a_checkpoint_trained_further_is_not_computed() -> None:
+    model, checkpoint = computed("norm.weight")
+    (norm,) = (t for t in model.graph.initializer if t.name == "norm.weight")
+    for noise in (1e-7, 1e-3, 1):
+        trained = checkpoint["norm.weight"] + np.float32(noise) * numbers(6)
+        norm.CopyFrom(numpy_helper.from_array(trained, "norm.weight"))
+        assert match(model, checkpoint)["norm.weight"] == (Place("norm.weight", "name"),)
+
+
 def test_weights_in_constants_and_functions() -> None:
     text = """f (float[n, 3] x) => (float[n, 2] y) {
         w = Constant <value = float[3, 2] {1, 2, 3, 4, 5, 6}> ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -11,10 +12,23 @@ from ortops._common.numbers import Array
 from ortops.errors import UnsupportedError
 from ortops.graph.files.loading import ModelLike
 from ortops.weights.checkpoints import Checkpoint, Tensors, read_checkpoint
-from ortops.weights.layouts import is_informative, orders, same, scaled_channels, squeezed
+from ortops.weights.layouts import (
+    is_computed,
+    is_informative,
+    orders,
+    same,
+    scaled_channels,
+    squeezed,
+)
 from ortops.weights.names import Names, Part, Place
 from ortops.weights.readers import Read, read_model
 
+logger = logging.getLogger("ortops")
+
+_UNFOLDED = (
+    "export with training=torch.onnx.TrainingMode.TRAINING and do_constant_folding=False "
+    "(dynamo=False), or with optimize=False (dynamo=True)"
+)
 _MEAN, _VARIANCE = ".running_mean", ".running_var"
 
 
@@ -40,7 +54,8 @@ def match(model: ModelLike, checkpoint: Checkpoint) -> Names:
         values.
 
     Raises:
-        UnsupportedError: If the exporter has folded BatchNormalization into a weight.
+        UnsupportedError: If the exporter has folded BatchNormalization into a weight, or computed a
+            weight from a tensor, such as 1 + weight in Gemma.
         ModelError: If the model or the checkpoint is invalid.
 
     Example:
@@ -66,6 +81,7 @@ def find_names(weights: Mapping[str, Read], arrays: Tensors) -> Names:
     search.split()
     search.copies()
     search.refuse_folded()
+    search.refuse_computed()
     return search.result()
 
 
@@ -165,10 +181,13 @@ class _Search:
         place = self.places[name][0]
         if place.part or place.of or not is_informative(read.array()):
             return False
-        first = self._weights[place.weight].array()
-        if place.order:
-            first = first.transpose(sorted(range(first.ndim), key=place.order.__getitem__))
+        first = self._held(place)
         return any(same(first.transpose(o) if o else first, read.array()) for o in found)
+
+    def _held(self, place: Place) -> Array:
+        """Returns the values of a weight in the checkpoint's order of axes."""
+        array = self._weights[place.weight].array()
+        return array.transpose(inverse(place.order)) if place.order else array
 
     # ------------------------------------------------------------------------------------ by value
 
@@ -235,8 +254,7 @@ class _Search:
                 parts = list(_pieces(array, axis, left))
                 if parts:
                     for weight, order, part in parts:
-                        inverse = tuple(sorted(range(len(order)), key=order.__getitem__))
-                        self._add(name, Place(weight, "value", inverse, of=part))
+                        self._add(name, Place(weight, "value", inverse(order), of=part))
                     break
 
     # -------------------------------------------------------------------------------------- folded
@@ -266,9 +284,44 @@ class _Search:
         raise UnsupportedError(
             f"{read.nodes[0] if read.nodes else 'model'}: the exporter folded the "
             f"BatchNormalization '{norm}' into weight '{read.weight.name}', so that neither can be "
-            "matched; export with training=torch.onnx.TrainingMode.TRAINING and "
-            "do_constant_folding=False (dynamo=False), or with optimize=False (dynamo=True)"
+            f"matched; {_UNFOLDED}"
         )
+
+    def refuse_computed(self) -> None:
+        """Rejects weights that the exporter computed from a tensor, such as Gemma's 1 + weight.
+
+        That shows in the checkpoint that the model was exported from. With another one, a name of
+        the exporter for a weight that it need not have transposed is a reason for a warning.
+        """
+        pairs = [
+            (name, place, held)
+            for name, places in self.places.items()
+            for place in places
+            if place.by in ("name", "scope")
+            and squeezed((held := self._held(place)).shape) == squeezed(self._arrays[name].shape)
+        ]
+        is_source = any(place.by == "value" for each in self.places.values() for place in each)
+        is_source = is_source or any(
+            is_informative(held) and same(self._arrays[name], held) for name, _, held in pairs
+        )
+        doubtful: list[str] = []
+        for name, place, held in pairs:
+            array = self._arrays[name]
+            if is_source and is_computed(array, held):
+                raise UnsupportedError(
+                    f"weight '{place.weight}': the exporter computed it from '{name}' (a factor or "
+                    f"a summand, such as Gemma's 1 + weight), so it cannot be matched; {_UNFOLDED}"
+                )
+            is_renamed = place.by == "scope" and self._named(place.weight) is None
+            if is_renamed and not place.order and array.dtype == held.dtype:
+                doubtful += [] if array.shape != held.shape or same(array, held) else [name]
+        if doubtful:
+            logger.warning(
+                "the exporter renamed the weights of %s, perhaps because it computed them (such as "
+                "Gemma's 1 + weight), and then they are wrong now; to find out, match the "
+                "checkpoint that the model was exported from first (ortops.weights.match)",
+                ", ".join(f"'{name}'" for name in doubtful[:5]) + " …" * (len(doubtful) > 5),
+            )
 
 
 def _is_float(array: Array) -> bool:
@@ -305,6 +358,11 @@ def _order(array: Array, own: Array) -> tuple[int, ...] | None:
         if same(array.transpose(order) if order else array, own):
             return order
     return None
+
+
+def inverse(order: Sequence[int]) -> tuple[int, ...]:
+    """Returns the order of axes that undoes another one."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _parent(name: str) -> str:
