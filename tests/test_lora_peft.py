@@ -308,11 +308,11 @@ def test_convolutions(exporter: str, tmp_path: Path) -> None:
 
 
 def normalized_images() -> nn.Module:
-    """Two convolutions, each with a BatchNormalization."""
+    """Two convolutions, each with a BatchNormalization, and one without."""
     torch.manual_seed(0)
     module = nn.Sequential(
         *(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6, momentum=0), nn.ReLU()),
-        *(nn.Conv2d(6, 4, 1), nn.BatchNorm2d(4, momentum=0)),
+        *(nn.Conv2d(6, 4, 1), nn.BatchNorm2d(4, momentum=0), nn.Conv2d(4, 2, 1)),
     )
     for norm in (module[1], module[4]):
         torch.nn.init.uniform_(norm.weight, 2, 4)
@@ -334,6 +334,14 @@ def test_a_folded_batch_normalization(tmp_path: Path) -> None:
         lora.from_peft(folded, tmp_path / "given")
     with pytest.raises(UnsupportedError, match=r"layer '3': a BatchNormalization was folded"):
         lora.to_peft(lora.add(folded, rank=2, targets=["3"]), tmp_path / "out")
+    whole_layer: dict[str, Any] = {"modules_to_save": ["3"]}
+    config = peft.LoraConfig(r=2, target_modules=["5"], **whole_layer)
+    peft.get_peft_model(copy.deepcopy(module), config).save_pretrained(tmp_path / "whole")
+    with pytest.raises(UnsupportedError, match=r"layer '3': a BatchNormalization was folded"):
+        lora.from_peft(folded, tmp_path / "whole")
+    model = lora.add(folded, rank=2, targets=["5"], **whole_layer)
+    with pytest.raises(UnsupportedError, match=r"layer '3': a BatchNormalization was folded"):
+        lora.to_peft(model, tmp_path / "out")
     whole = quietly_exported(
         module, {"x": images}, exporter="training", axes={0: "batch"}, output="y"
     )

@@ -201,11 +201,14 @@ def _written_weights(
     adapter, result = adapted.adapter, dict[str, Array]()
     work = convert.to_ir(adapted.model)
     remove_adapter(work, adapter)
-    turned = {each.value.name: _is_turned(each) for each in parameters_of(work) if adapter.weights}
+    known = {each.value.name: each for each in parameters_of(work) if adapter.weights}
     for name, peft in adapter.weights.items():
+        if name in known and (target := known[name].target) is not None:
+            refuse_folded(target)
         layer, _, attribute = peft.rpartition(".")
         layer = layer if _is_read(adapter) else layer.removeprefix(prefix)
-        array = adapted.parameters[name].T if turned.get(name) else adapted.parameters[name]
+        is_turned = name in known and _is_turned(known[name])
+        array = adapted.parameters[name].T if is_turned else adapted.parameters[name]
         key = f"{layer}{'.base_layer' * (layer in layers)}.{attribute}"
         result[key] = np.ascontiguousarray(array)
     return result
@@ -229,6 +232,8 @@ def _read_weights(
     for name in full_weights(base.work, modules, config.get("bias", "none"), adapted):
         parameter, tensor = everything[name], base.work.graph.initializers[name].const_value
         assert tensor is not None
+        if parameter.target is not None:
+            refuse_folded(parameter.target)
         keys = [key for key in found if ends_with(parameter.name, key)]
         array = found.pop(keys[0]) if len(keys) == 1 else np.zeros(0)
         array = array.T if _is_turned(parameter) else array

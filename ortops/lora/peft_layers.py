@@ -130,7 +130,7 @@ def _single(fitting: list[Target], peft: str) -> list[Target]:
 
 
 def refuse_folded(target: Target) -> None:
-    """Rejects a convolution that contains a BatchNormalization: PEFT's adapter is in front of it.
+    """Rejects a convolution that contains a BatchNormalization, as PEFT's layer does not.
 
     Exporters and optimizers that fold one give the weight and the bias new names, unlike PyTorch's
     dynamo exporter, which gives the node the name of the BatchNormalization.
@@ -142,8 +142,8 @@ def refuse_folded(target: Target) -> None:
     if not any(n.startswith(target.module) or n.endswith((".weight", ".bias")) for n in names):
         raise UnsupportedError(
             f"layer '{target.module}': a BatchNormalization was folded into its weight "
-            f"'{names[0]}' and bias '{names[1]}', but PEFT's adapter is applied before it; export "
-            "with training=torch.onnx.TrainingMode.TRAINING and do_constant_folding=False"
+            f"'{names[0]}' and bias '{names[1]}', but PEFT's layer comes before it; export with "
+            "training=torch.onnx.TrainingMode.TRAINING and do_constant_folding=False"
         )
 
 
