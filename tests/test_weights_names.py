@@ -283,6 +283,26 @@ def test_a_batch_normalization_elsewhere_is_not_folded() -> None:
     assert len(match(mlp.mlp((4, 16, 2)), checkpoint)) == 4
 
 
+@pytest.mark.parametrize("is_turned", [True, False])
+def test_a_square_weight_lies_as_its_neighbours(is_turned: bool) -> None:
+    """A model of [in, out] weights that has the names of torch, which has [out, in]."""
+    text = """f (float[n, 3] x) => (float[n, 2] y) {
+        h = MatMul (x, a_weight)
+        g = MatMul (h, b_weight)
+        y = MatMul (g, c_weight)
+    }"""
+    sizes = {"a_weight": (3, 5), "b_weight": (5, 5), "c_weight": (5, 2)}
+    model = model_of(text, **{name: numbers(*shape) for name, shape in sizes.items()})
+    arrays = {name: numbers(*shape) for name, shape in sizes.items()}
+    x = numbers(4, 3)
+    expected = x @ arrays["a_weight"] @ arrays["b_weight"] @ arrays["c_weight"]
+    source = {name: array.T if is_turned else array for name, array in arrays.items()}
+    np.testing.assert_allclose(run(load(model, source), {"x": x})[0], expected, rtol=1e-4)
+    kept = arrays_of(model)["b_weight"]  # values tell
+    found = match(model, {name: kept if name == "b_weight" else a for name, a in source.items()})
+    assert found["b_weight"] == (Place("b_weight", "name"),)
+
+
 GEMMA = """f (float[n, 6] x) => (float[n, 6] y) {
     h = Mul (x, norm)
     y = Gemm <transB = 1> (h, fc_weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -149,6 +150,21 @@ class _Search:
                 self._why_model[weight] = (
                     f"its shape is {shapes[1]}, that of '{name}' is {shapes[0]}"
                 )
+        self._turn_squares()
+
+    def _turn_squares(self) -> None:
+        """Transposes square weights of linear layers as the others are, unless values fit."""
+        linear = {
+            name: place
+            for name, (place,) in self.places.items()
+            if self._weights[place.weight].transposed and min(self._arrays[name].shape, default=0) > 1
+        }
+        sizes = {name: self._arrays[name].shape for name in linear}
+        known = {place.order for name, place in linear.items() if len(set(sizes[name])) > 1}
+        for name, place in linear.items() if known == {(1, 0)} else ():
+            is_square = sizes[name] == (sizes[name][0],) * 2
+            if is_square and not same(self._arrays[name], self._weights[place.weight].array()):
+                self.places[name] = [replace(place, order=(1, 0))]
 
     def _fitting(self, name: str, read: Read, found: list[tuple[int, ...]]) -> tuple[int, ...]:
         """Returns the order of axes that fits the values, or the first one if none does."""
