@@ -303,6 +303,22 @@ def test_a_square_weight_lies_as_its_neighbours(is_turned: bool) -> None:
     assert found["b_weight"] == (Place("b_weight", "name"),)
 
 
+def test_nothing_tells_how_square_weights_lie(caplog: pytest.LogCaptureFixture) -> None:
+    text = "f (float[n, 3] x) => (float[n, 3] y) { h = MatMul (x, a) y = MatMul (h, b) }"
+    model, x = model_of(text, a=numbers(3, 3), b=numbers(3, 3)), numbers(4, 3)
+    match(model, arrays_of(model))
+    assert not caplog.text
+    source = {"a": numbers(3, 3), "b": numbers(3, 3)}
+    loaded = load(model, source)
+    np.testing.assert_allclose(run(loaded, {"x": x})[0], x @ source["a"] @ source["b"], rtol=1e-4)
+    message = "square weights transposed, as those of PyTorch's Linear; they stay as they are: "
+    assert f"{message}'a', 'b'; give names=" in caplog.text
+    names = {name: Place(name, order=(1, 0)) for name in source}
+    loaded = load(model, source, names)
+    expected = x @ source["a"].T @ source["b"].T
+    np.testing.assert_allclose(run(loaded, {"x": x})[0], expected, rtol=1e-4, atol=1e-5)
+
+
 GEMMA = """f (float[n, 6] x) => (float[n, 6] y) {
     h = Mul (x, norm)
     y = Gemm <transB = 1> (h, fc_weight)

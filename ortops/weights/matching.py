@@ -157,14 +157,27 @@ class _Search:
         linear = {
             name: place
             for name, (place,) in self.places.items()
-            if self._weights[place.weight].transposed and min(self._arrays[name].shape, default=0) > 1
+            if self._weights[place.weight].transposed
+            and min(self._arrays[name].shape, default=0) > 1
         }
         sizes = {name: self._arrays[name].shape for name in linear}
         known = {place.order for name, place in linear.items() if len(set(sizes[name])) > 1}
-        for name, place in linear.items() if known == {(1, 0)} else ():
-            is_square = sizes[name] == (sizes[name][0],) * 2
-            if is_square and not same(self._arrays[name], self._weights[place.weight].array()):
-                self.places[name] = [replace(place, order=(1, 0))]
+        unlike = {
+            name: place
+            for name, place in linear.items()
+            if known != {()} and not place.order and sizes[name] == (sizes[name][0],) * 2
+            if not same(self._arrays[name], self._weights[place.weight].array())
+        }
+        if known == {(1, 0)}:
+            self.places |= {n: [replace(place, order=(1, 0))] for n, place in unlike.items()}
+        elif unlike:
+            logger.warning(
+                "nothing tells whether the model has square weights transposed, as those of "
+                "PyTorch's Linear; they stay as they are: %s; give names= to transpose them, such "
+                "as {'%s': Place('%s', order=(1, 0))}",
+                _listed(unlike),
+                *next((name, place.weight) for name, place in unlike.items()),
+            )
 
     def _fitting(self, name: str, read: Read, found: list[tuple[int, ...]]) -> tuple[int, ...]:
         """Returns the order of axes that fits the values, or the first one if none does."""
@@ -336,7 +349,7 @@ class _Search:
                 "the exporter renamed the weights of %s, perhaps because it computed them (such as "
                 "Gemma's 1 + weight), and then they are wrong now; to find out, match the "
                 "checkpoint that the model was exported from first (ortops.weights.match)",
-                ", ".join(f"'{name}'" for name in doubtful[:5]) + " …" * (len(doubtful) > 5),
+                _listed(doubtful),
             )
 
 
@@ -374,6 +387,11 @@ def _order(array: Array, own: Array) -> tuple[int, ...] | None:
         if same(array.transpose(order) if order else array, own):
             return order
     return None
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = [f"'{name}'" for name in names]
+    return ", ".join(shown[:5]) + " …" * (len(shown) > 5)
 
 
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
