@@ -46,6 +46,14 @@ class Sources(Protocol):
             ModelError: If the tensor does not exist, or cannot be interpreted in that way.
         """
 
+    def class_axis(self, loss: Loss, name: str | None) -> int | None:
+        """Returns the axis of a Softmax or LogSoftmax that computes a tensor; None if none does.
+
+        Args:
+            loss: The loss, for messages.
+            name: As for `prediction`.
+        """
+
     def input(self, loss: Loss, name: str, dtype: Any, shape: Shape, like: Tensor) -> Tensor:
         """Returns an input of the step, which is added unless it already exists.
 
