@@ -52,7 +52,9 @@ def add_batch(
     more = {key: batch[other] for key, other in metric.inputs.items() if other in batch}
     if note.sample_weight in batch and metric.takes_weights:
         more["sample_weight"] = batch[note.sample_weight]
-    metric.update(outputs, note.targets_of(batch[note.target]), **more)
+    is_class = "labels" in (metric.fits or ())
+    targets = note.targets_of(batch[note.target], outputs, is_class=is_class)
+    metric.update(outputs, targets, **more)
 
 
 class TrainingMetrics:
