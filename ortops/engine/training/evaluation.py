@@ -23,7 +23,7 @@ from ortops.engine.inference import InferenceSession
 from ortops.engine.trainable.metadata import LossPart, PredictionNote, TrainingMetadata
 from ortops.engine.trainable.step_graph import evaluation_model
 from ortops.engine.training.data import Data, rows
-from ortops.engine.training.feeds import Inputs
+from ortops.engine.training.feeds import Checked, Inputs
 from ortops.engine.training.gradients import number_of
 from ortops.engine.training.input_values import Input
 from ortops.engine.training.loaded_model import LoadedModel, reads
@@ -491,7 +491,7 @@ class Evaluator:
         evaluation: Evaluation,
         ema: bool,
         collate: Collate | None,
-    ) -> Iterator[tuple[Mapping[str, Array], dict[str, Array]]]:
+    ) -> Iterator[tuple[Checked, dict[str, Array]]]:
         """Returns the batches of a data set, each with the outputs for it."""
         source = data.open(batch_size=batch_size, collate=collate)
         if ema:  # raises an error before the first batch if there are no averages
