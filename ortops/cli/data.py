@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -13,6 +14,7 @@ from ortops.cli.standard_streams import say, standard_input
 from ortops.data.files import read_data
 from ortops.data.wanted import DataFile, Wanted
 from ortops.errors import OrtopsError, did_you_mean
+from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.json_text import read_json
 
 Classes: TypeAlias = dict[str, list[str]]
@@ -20,16 +22,29 @@ Classes: TypeAlias = dict[str, list[str]]
 CLASSES_KEY = "ortops.classes"
 """The metadata key under which a model stores the class names of its labels as JSON, by input."""
 
+COLUMNS_KEY = "ortops.columns"
+"""The metadata key under which it stores the columns of a table from which inputs were formed."""
+
 
 def read_given(
     options: argparse.Namespace,
     path: str,
     inputs: Sequence[Wanted],
     classes: Classes,
+    columns: Classes,
     *,
     ignored: Collection[str] = (),
 ) -> DataFile:
-    """Reads a data set with the options of the command line, and prints the automatic choices."""
+    """Reads a data set with the options of the command line, and prints the automatic choices.
+
+    Args:
+        options: The options.
+        path: The file.
+        inputs: The inputs to fill.
+        classes: The class names stored in the model.
+        columns: The columns stored in the model, of which those count that the options leave open.
+        ignored: As for `read_data`.
+    """
     pixels = {name: getattr(options, name) for name in ("scale", "mean", "std")}
     is_folder = path != "-" and Path(path).is_dir()
     if is_folder and options.columns:
@@ -49,6 +64,7 @@ def read_given(
         inputs,
         columns=_chosen(options.columns, inputs),
         classes=classes,
+        usual=columns,
         pixels=pixels,
         ignored=ignored,
         piped=standard_input() if path == "-" else None,
@@ -58,9 +74,16 @@ def read_given(
     return data
 
 
-def read_classes(model: onnx.ModelProto) -> Classes:
-    """Returns the class names stored in a model, by input."""
-    text = next((entry.value for entry in model.metadata_props if entry.key == CLASSES_KEY), "{}")
+def note_data(model: onnx.ModelProto, data: DataFile) -> None:
+    """Stores the class names of labels, and the columns of inputs, in a model."""
+    for key, found in ((CLASSES_KEY, data.classes), (COLUMNS_KEY, data.columns)):
+        if found:
+            write_metadata(model, key, json.dumps(read_classes(model, key) | found))
+
+
+def read_classes(model: onnx.ModelProto, key: str = CLASSES_KEY) -> Classes:
+    """Returns the class names, or the columns, stored in a model, by input."""
+    text = next((entry.value for entry in model.metadata_props if entry.key == key), "{}")
     try:
         found = read_json(text)
     except ValueError:
@@ -71,8 +94,7 @@ def read_classes(model: onnx.ModelProto) -> Classes:
     )
     if not fits:
         raise OrtopsError(
-            f"metadata_props '{CLASSES_KEY}' must be a JSON object of arrays of names, got "
-            f"{text!r:.80}"
+            f"metadata_props '{key}' must be a JSON object of arrays of names, got {text!r:.80}"
         )
     return dict(found or {})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 
 from ortops import lora
-from ortops.cli.data import CLASSES_KEY, read_classes
+from ortops.cli.data import CLASSES_KEY, COLUMNS_KEY, read_classes
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import print_bytes, say
 from ortops.cli.streams import describe_stream, read_model, source, write_model
@@ -43,9 +43,9 @@ def export(options: argparse.Namespace) -> int:
         result = lora.merge(result)
     if options.quantize:
         result = _quantized(result)
-    classes = read_classes(model)
-    if classes:  # which the original file does not have
-        write_metadata(result, CLASSES_KEY, json.dumps(classes))
+    for key in (CLASSES_KEY, COLUMNS_KEY):
+        if found := read_classes(model, key):  # which the original file does not have
+            write_metadata(result, key, json.dumps(found))
     write_model(result, options.output)
     say(f"wrote {describe_stream(options.output)}")
     return 0
