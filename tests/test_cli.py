@@ -367,6 +367,35 @@ def test_a_folder_of_images_by_class(pictures, capsys):
 
 @pytest.mark.slow
 @pytest.mark.optional("PIL", "images")
+def test_pixels_are_prepared_as_in_training(pictures, capsys):
+    numbers = ["--scale", "100", "--mean", "0.5", "--std", "2"]
+    arguments = ["train", "tint.onnx", "--data", "photos", "--loss", "SoftmaxCrossEntropy"]
+    assert run(*arguments, *numbers, "--save", "tinted.onnx") == 0
+    assert run("export", "tinted.onnx", "served.onnx") == 0
+    found: list[Any] = []
+    for number, given in enumerate((numbers, ["--std", "2.0"], [])):
+        capsys.readouterr()
+        assert run("eval", "tinted.onnx", "--data", "photos", *given, "--json") == 0
+        found.append(json.loads(capsys.readouterr().out))
+        options = ("--data", "photos", "--output", f"{number}.npz")
+        assert run("predict", "served.onnx", *options, *given) == 0
+    told = capsys.readouterr().err
+    assert "pixels of 'photos' are prepared as in training: scale 100.0, mean 0.5, std 2.0" in told
+    assert found[0] == found[1] == found[2]
+    logits = [np.load(f"{number}.npz")["logits"] for number in range(3)]
+    np.testing.assert_array_equal(logits[0], logits[1])
+    np.testing.assert_array_equal(logits[0], logits[2])
+    assert run("predict", "tint.onnx", "--data", "photos", "--output", "plain.npz", *numbers) == 0
+    model = onnx.load("tinted.onnx")
+    (entry,) = (each for each in model.metadata_props if each.key == "ortops.pixels")
+    entry.value = '{"mean": ["x"]}'
+    onnx.save(model, "hostile.onnx")
+    assert run("eval", "hostile.onnx", "--data", "photos") == 1
+    assert "'ortops.pixels' must have numbers, got ['x']" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.optional("PIL", "images")
 def test_classes_of_folders_are_those_of_image_folder(pictures, capsys):
     """An empty subfolder moved the numbers of the classes behind it."""
     train = ["train", "tint.onnx", "--data", "photos", "--quiet", "--optimizer", "SGD"]
@@ -1103,7 +1132,9 @@ def test_hostile_configurations(folder, capsys, content, told):
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000])
-@pytest.mark.parametrize("key", ["ortops.train", "ortops.classes", "ortops.columns", "ortops.lora"])
+@pytest.mark.parametrize(
+    "key", ["ortops.train", "ortops.classes", "ortops.columns", "ortops.pixels", "ortops.lora"]
+)
 def test_hostile_metadata(folder, capsys, key, text):
     assert train("--save", "trained.onnx") == 0
     model = onnx.load("trained.onnx")

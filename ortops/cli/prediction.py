@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from ortops.cli.data import COLUMNS_KEY, read_classes, read_given
+from ortops.cli.data import read_classes, read_given
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import print_bytes
 from ortops.cli.streams import read_model
@@ -44,8 +44,7 @@ def predict(options: argparse.Namespace) -> int:
     every = wanted_inputs(model)
     labels = {one.name for one in every} | set(classes)
     ignored = labels - {one.name for one in inputs}
-    columns = read_classes(model, COLUMNS_KEY)
-    data = read_given(options, options.data, inputs, classes, columns, ignored=ignored)
+    data = read_given(options, options.data, inputs, model, ignored=ignored)
     quiet = onnxruntime.SessionOptions()
     quiet.log_severity_level = 3  # it warns of each tensor of an adapter
     rows = row_axes_of_model(model)

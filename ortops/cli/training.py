@@ -15,7 +15,7 @@ import numpy as np
 from ortops import callbacks, losses, metrics, optimizers, schedules
 from ortops.cli import configuration
 from ortops.cli.calls import make, read_call
-from ortops.cli.data import COLUMNS_KEY, Classes, note_data, read_classes, read_given
+from ortops.cli.data import Classes, note_data, read_classes, read_given
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import print_text, say
@@ -133,12 +133,10 @@ def _prepare(
     model: LightModel, options: argparse.Namespace
 ) -> tuple[LightModel, Columns, Columns | None]:
     """Returns the trainable model, the training data and the validation data."""
-    classes = read_classes(model.proto)
     if not model.proto.training_info:
         model = _build(model, options)
     inputs = _wanted_inputs(model, options)
-    columns = read_classes(model.proto, COLUMNS_KEY)
-    data = read_given(options, options.data, inputs, classes, columns)
+    data = read_given(options, options.data, inputs, model.proto)
     size = rows_of(data, row_axes_of(inputs))
     note_data(model.proto, data)
     training, validation = _parts(model, data, options, inputs, size)
@@ -227,15 +225,14 @@ def evaluate(options: argparse.Namespace) -> int:
         model = build_light(model, loss=_loss(options), optimizer="SGD")
     else:
         _refuse_algorithm(model, options)
-    classes = read_classes(model.proto)
-    columns = read_classes(model.proto, COLUMNS_KEY)
-    data = read_given(options, options.data, _wanted_inputs(model, options), classes, columns)
+    data = read_given(options, options.data, _wanted_inputs(model, options), model.proto)
+    classes = read_classes(model.proto) | data.classes
     found = TrainingSession(model, providers=options.providers).evaluate(
         data.arrays,
         batch_size=options.batch_size or 256,
         metrics=[metric(text) for text in options.metrics or ()],
         ema=options.ema,
-        class_weight=_class_weight(options, classes | data.classes),
+        class_weight=_class_weight(options, classes),
         sample_weight=_added_weights(training_metadata(model.proto), options),
     )
     if options.json:
@@ -409,8 +406,7 @@ def _parts(
     try:
         share = float(options.validation)
     except ValueError:
-        stored = [read_classes(model.proto), read_classes(model.proto, COLUMNS_KEY)]
-        return data.arrays, read_given(options, options.validation, inputs, *stored).arrays
+        return data.arrays, read_given(options, options.validation, inputs, model.proto).arrays
     if not 0 < share < 1:
         raise OrtopsError(
             f"--validation must be a fraction between 0 and 1 or a data set, got {share:g}"
