@@ -122,6 +122,20 @@ def test_predict_takes_rows_of_a_fixed_batch_in_its_batches(folder, batch):
     np.testing.assert_allclose(np.load("found.npz")["probabilities"], expected, rtol=1e-6)
 
 
+def test_predict_says_that_default_values_of_inputs_are_used(folder, capsys):
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        scaled (float[batch, 2] points, float[1] scale) => (float[batch, 2] y)
+        <float[1] scale = {2}, float[2, 2] w = {1, 0, 0, 1}>
+        { h = MatMul (points, w)  y = Mul (h, scale) }""")
+    onnx.save(model, "scaled.onnx")
+    np.savez("scaled.npz", points=np.ones((3, 2), np.float32), scale=np.full(1, 5, np.float32))
+    assert run("predict", "scaled.onnx", "--data", "scaled.npz", "--output", "found.npz") == 0
+    assert (np.load("found.npz")["y"] == 2).all()
+    assert "input 'scale' has a default value, which is used" in capsys.readouterr().err
+    assert run("predict", "model.onnx", "--data", "train.npz", "--output", "found.npz") == 0
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_weights_of_rows_and_classes(folder, capsys):
     stored = dict(np.load("train.npz"))

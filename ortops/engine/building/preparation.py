@@ -25,7 +25,7 @@ from ortops.graph.faults import write_vector_first
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
-from ortops.graph.files.messages import describe_node
+from ortops.graph.files.messages import describe_node, inputs_by_default
 from ortops.graph.magnitudes import with_computed_scales
 from ortops.graph.names import Names
 from ortops.graph.shapes import infer_shapes
@@ -161,6 +161,12 @@ def prepare_for_training(
         chosen.said.append(f"only the adapter is trained ({adapter}); trainable= selects others")
     else:
         chosen = choose(graph.initializers, trainable, scopes, constants=origins)
+        chosen.said += [
+            f"input '{name}' has a default value, which training always uses, and it is not fed; "
+            "to feed it, remove its initializer"
+            for name in inputs_by_default(proto.graph)
+            if name not in chosen.trained
+        ]
     place = place or Place()
     place.leave_out(chosen)
     frozen, statistics = _frozen(graph, chosen, batch_normalization)
