@@ -199,10 +199,14 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
         dims = () if wanted.dims is None else (*wanted.dims[:axis], *wanted.dims[axis + 1 :])
         sizes = tuple(dim for dim in dims if isinstance(dim, int))
         if wanted.dims is not None and len(sizes) == len(dims) and array.shape[1:] != sizes:
-            if array[:1].size != int(np.prod(sizes)):
+            size = array[:1].size
+            long, needed = ([n for n in one if n != 1] for one in (array.shape[1:], sizes))
+            in_order = long == needed or len(long) < 2 or len(needed) < 2
+            if size != int(np.prod(sizes)) or not in_order:
+                got = f"shape {list(array.shape[1:])}" if len(long) > 1 else f"{size} numbers"
                 raise FeedError(
                     f"X: a row must have shape {list(sizes)}, that of the model's input "
-                    f"'{self._input}', got {array[:1].size} numbers"
+                    f"'{self._input}', got {got}; transpose or reshape X"
                 )
             array = array.reshape(-1, *sizes)
         return rows_to(array, axis)
