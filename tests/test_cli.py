@@ -1437,6 +1437,31 @@ def test_quantized_export(folder):
     assert accuracy("small.onnx") > 0.9
 
 
+@pytest.mark.parametrize(
+    ("kind", "node", "status", "said"),
+    [
+        ("float16", "MatMul (x, w)", 1, "--quantize: onnxruntime does not load its result"),
+        ("double", "MatMul (x, w)", 0, "--quantize: no weights were quantized"),
+        ("float", "Gemm <alpha = 0.5> (x, w)", 0, "--quantize: no weights were quantized"),
+        ("float", "MatMul (x, w)", 0, ""),
+    ],
+)
+def test_quantized_exports_of_other_models(folder, capfd, kind, node, status, said):
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+        linear ({kind}[batch, 2] x) => ({kind}[batch, 2] y) {{ y = {node} }}""")
+    element = model.graph.input[0].type.tensor_type.elem_type
+    weights = np.eye(2, dtype=onnx.helper.tensor_dtype_to_np_dtype(element))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weights, "w"))
+    built = ortops.build_training_model(model, loss="MeanSquaredError", optimizer="SGD")
+    onnx.save(built, "linear.onnx")
+    capfd.readouterr()
+    assert run("export", "linear.onnx", "small.onnx", "--quantize") == status
+    shown = capfd.readouterr().err
+    assert said in shown
+    assert ("--quantize" in shown) == bool(said)
+    assert Path("small.onnx").exists() == (not status)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -161,12 +161,7 @@ def prepare_for_training(
         chosen.said.append(f"only the adapter is trained ({adapter}); trainable= selects others")
     else:
         chosen = choose(graph.initializers, trainable, scopes, constants=origins)
-        chosen.said += [
-            f"input '{name}' has a default value, which training always uses, and it is not fed; "
-            "to feed it, remove its initializer"
-            for name in inputs_by_default(proto.graph)
-            if name not in chosen.trained
-        ]
+        chosen.said += _defaults_used(proto.graph, chosen)
     place = place or Place()
     place.leave_out(chosen)
     frozen, statistics = _frozen(graph, chosen, batch_normalization)
@@ -191,6 +186,16 @@ def prepare_for_training(
     return Prepared(
         *(result, graph, names, visible, chosen, lifted, frozen, opset, scopes, adapter, place)
     )
+
+
+def _defaults_used(graph: onnx.GraphProto, chosen: Choice) -> list[str]:
+    """Returns messages about inputs that the trainable model does not have."""
+    return [
+        f"input '{name}' has a default value, which training always uses; to feed it, remove its "
+        "initializer"
+        for name in inputs_by_default(graph)
+        if name not in chosen.trained
+    ]
 
 
 def _inference_model(model: ModelLike | LightModel, *, keep: bool) -> LightModel:
