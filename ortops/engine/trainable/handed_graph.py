@@ -1,0 +1,312 @@
+"""The graph of a model that was just built, for a session of the same model in this process."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortops.graph import convert
+from ortops.graph.autodiff.gradient_node import GRADIENT_DOMAINS, Bound, bind_anew, is_bound
+from ortops.graph.constants import constant_tensor, dims_of
+from ortops.graph.edit import disconnect
+from ortops.graph.files.external import LightModel
+from ortops.graph.files.messages import BIG, MICROSOFT, copy_model, is_light, size_of
+from ortops.graph.nesting import inner_graphs
+
+_OF_SIZES = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
+_TENSOR = ir.AttributeType.TENSOR
+_SMALL = 2**14  # elements: inference reads no larger constants
+
+
+class _Handed(NamedTuple):
+    """A graph without the data of its model.
+
+    Attributes:
+        graph: The inference graph with the algorithm, in the order of the model.
+        emptied: The nodes that lack their tensors, by index among the nodes of the model.
+    """
+
+    graph: ir.Graph
+    emptied: dict[int, ir.Node]
+
+
+_handed: dict[bytes, _Handed] = {}
+"""What the last call of `hand_over` left, by a digest of all that it depends on."""
+
+
+def hand_over(light: LightModel, graph: ir.Graph) -> None:
+    """Keeps the graph of a model until `take`, or until the next model, if reading gives the same.
+
+    Args:
+        light: The model, as it was built, with one entry.
+        graph: Its inference graph with the algorithm, from which it was written; do not use it
+            afterwards.
+    """
+    _handed.clear()
+    own, algorithm = light.proto.graph, light.proto.training_info[0].algorithm
+    for node in [node for node in graph if is_bound(node)]:
+        bind_anew(node)
+    made = {value.name: node for node in graph for value in node.outputs if value.name}
+    written = [*own.node, *algorithm.node]
+    found = [made.get(next(filter(None, each.output), "")) for each in written]
+    nodes = [node for node in found if node is not None]
+    if light.proto.functions or len(nodes) < len(found) or not all(map(_is_same, nodes, written)):
+        return
+    if _arrange(graph, nodes, own, algorithm) and all(map(_is_settled, _outputs(nodes))):
+        for node in nodes[: len(own.node)]:
+            node.metadata_props.clear()  # as in what a step is read from
+        for value in _outputs(nodes):
+            value.shape = _with_symbols(value)
+        _handed[_digest(light, 0)] = _Handed(graph, _empty(graph, nodes))
+
+
+def is_known(proto: onnx.ModelProto) -> bool:
+    """Whether the graph and the only algorithm of a model were handed over, so they are valid."""
+    if not _handed or len(proto.training_info) != 1:
+        return False
+    return _digest(LightModel(proto, {}), 0) in _handed
+
+
+def take(light: LightModel, entry: int) -> ir.Model | None:
+    """Returns the graph that was handed over, with the values in a model that has not changed.
+
+    Args:
+        light: The model.
+        entry: The index of an entry.
+
+    Returns:
+        The inference graph with the algorithm of the entry, with types and shapes; None if that of
+        another model was handed over.
+    """
+    found = _handed.pop(_digest(light, entry), None) if _handed else None
+    if found is None:
+        return None
+    graph, own, algorithm = found.graph, light.proto.graph, light.proto.training_info[entry].algorithm
+    written = [*own.node, *algorithm.node]
+    for index, node in found.emptied.items():
+        for attribute in written[index].attribute:
+            copied = onnx.AttributeProto()  # onnx-ir refers to it
+            copied.CopyFrom(attribute)
+            node.attributes.add(ir.serde.deserialize_attribute(copied))
+    model = convert.to_ir(_without_nodes(light, algorithm), given_away=True)
+    for old, new in zip(graph.inputs, model.graph.inputs, strict=True):
+        old.type, old.shape = new.type, new.shape
+    for name, value in graph.initializers.items():
+        new = model.graph.initializers[name]
+        value.type, value.shape, value.const_value = new.type, new.shape, new.const_value
+    graph.name, graph.doc_string = model.graph.name, model.graph.doc_string
+    for held, given in (
+        (graph.opset_imports, model.graph.opset_imports),
+        (graph.metadata_props, model.graph.metadata_props),
+    ):
+        held.clear()
+        held.update(given)
+    if any(node.domain == MICROSOFT for node in graph):
+        graph.opset_imports.setdefault(MICROSOFT, 1)
+    model.graph = graph
+    return model
+
+
+def _without_nodes(light: LightModel, algorithm: onnx.GraphProto) -> LightModel:
+    """Returns a model with what `_empty` removed: initializers and inputs."""
+    result = onnx.ModelProto()
+    but = ("training_info", "functions", "node", "value_info", "output", "input")
+    copy_model(light.proto, result, lambda source, target: target.CopyFrom(source), but)
+    graph = result.graph
+    graph.initializer.extend(algorithm.initializer)
+    graph.input.extend(_inputs(light.proto.graph, algorithm))
+    variables = {tensor.name for tensor in graph.initializer}
+    declared = (*light.proto.graph.value_info, *algorithm.value_info)
+    graph.value_info.extend(value for value in declared if value.name in variables)
+    return LightModel(result, light.data)
+
+
+def _inputs(own: onnx.GraphProto, algorithm: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    variables = {tensor.name for part in (own, algorithm) for tensor in part.initializer}
+    return [*(value for value in own.input if value.name not in variables), *algorithm.input]
+
+
+def _is_same(node: ir.Node, written: onnx.NodeProto) -> bool:
+    """Whether a node is what reading gives; its real attributes become those that were written."""
+    inputs: Sequence[ir.Value | None] = node.inputs
+    if is_bound(node):
+        same = written.domain in GRADIENT_DOMAINS
+        inputs = Bound.of(node).fed
+    else:
+        same = node.domain == written.domain
+    pairs = list(zip(node.attributes.values(), written.attribute, strict=False))
+    return (
+        same
+        and node.op_type == written.op_type
+        and node.name == written.name
+        and node.overload == written.overload
+        and [value.name if value is not None else "" for value in inputs] == [*written.input]
+        and [value.name for value in node.outputs] == [*written.output]
+        and len(pairs) == len(node.attributes) == len(written.attribute)
+        and all(_is_same_attribute(node, *pair) for pair in pairs)
+    )
+
+
+def _is_same_attribute(node: ir.Node, held: ir.Attr, written: onnx.AttributeProto) -> bool:
+    if held.name != written.name or held.type != written.type or held.is_ref():
+        return False
+    kinds, value = ir.AttributeType, held.value
+    match held.type:
+        case kinds.INT:
+            return bool(value == written.i)
+        case kinds.INTS:
+            return [*value] == [*written.ints]
+        case kinds.STRING:
+            return isinstance(value, str) and value.encode() == written.s
+        case kinds.STRINGS:
+            return [text.encode() for text in value] == [*written.strings]
+        case kinds.FLOAT:
+            node.attributes[held.name] = ir.AttrFloat32(held.name, written.f)
+            return bool(np.float32(value) == written.f)
+        case kinds.FLOATS:
+            node.attributes[held.name] = ir.AttrFloat32s(held.name, written.floats)
+            return [*np.asarray(value, np.float32)] == [*written.floats]
+        case kinds.TENSOR:
+            tensor = written.t
+            return value.dtype == tensor.data_type and [*value.shape.numpy()] == [*tensor.dims]
+    return False
+
+
+def _arrange(
+    graph: ir.Graph, nodes: Sequence[ir.Node], own: onnx.GraphProto, algorithm: onnx.GraphProto
+) -> bool:
+    """Removes from a graph what its model lacks, and puts the rest in the order of reading.
+
+    Returns:
+        Whether the graph has all that the model has.
+    """
+    kept, given = set(nodes), {value.name: value for value in graph.inputs}
+    made = {value.name: value for value in _outputs(nodes)}
+    variables = [tensor.name for part in (own, algorithm) for tensor in part.initializer]
+    inputs = [value.name for value in _inputs(own, algorithm)]
+    shown = [value.name for value in own.output]
+    shown += [value.name for value in algorithm.output if value.name not in set(shown)]
+    read = {value.producer() for node in nodes for value in node.inputs if value is not None}
+    initializers = dict(graph.initializers)
+    if not (
+        (read <= {None, *kept} and made.keys() >= {*shown} and given.keys() >= {*inputs})
+        and (initializers.keys() >= {*variables} and len({*variables}) == len(variables))
+    ):
+        return False
+    graph.outputs[:] = [made[name] for name in shown]
+    graph.inputs[:] = [given[name] for name in inputs]
+    graph.initializers.clear()
+    graph.initializers.update({name: initializers[name] for name in variables})
+    dropped = [node for node in graph if node not in kept]
+    for node in dropped:
+        disconnect(node)
+    graph.remove(dropped)
+    graph.extend(nodes)
+    place = {node: (is_bound(node), index) for index, node in enumerate(nodes)}
+    for value in (*graph.inputs, *graph.initializers.values(), *made.values()):
+        uses = list(value.uses())
+        ordered = sorted(uses, key=lambda use: (place[use.node], use.idx))
+        if uses != ordered:
+            for node, index in ordered:
+                node.replace_input_with(index, None)
+            for node, index in ordered:
+                node.replace_input_with(index, value)
+    return True
+
+
+def _empty(graph: ir.Graph, nodes: Sequence[ir.Node]) -> dict[int, ir.Node]:
+    """Removes the values of initializers, and tensors in attributes that are big or of a message.
+
+    Returns:
+        The nodes without their attributes, by index.
+    """
+    for value in (*graph.initializers.values(), *_outputs(nodes)):
+        value.const_value = None
+    emptied = {}
+    for index, node in enumerate(nodes):
+        tensors = [each.value for each in node.attributes.values() if each.type == _TENSOR]
+        if any(not isinstance(each, ir.Tensor) or each.nbytes > BIG for each in tensors):
+            node.attributes.clear()
+            emptied[index] = node
+    return emptied
+
+
+def _outputs(nodes: Iterable[ir.Node]) -> Iterator[ir.Value]:
+    return (value for node in nodes for value in node.outputs if value.name)
+
+
+def _is_settled(value: ir.Value) -> bool:
+    """Whether inference would find the same again, but for the symbols of unknown sizes."""
+    node = value.producer()
+    if node is None or value.type is None or inner_graphs(node):
+        return False
+    if _is_complete(value):
+        return True
+    outputs = (output for reader in value.consumers() for output in reader.outputs)
+    stays = isinstance(value.type, ir.SequenceType) or _merges_axes(node)
+    return stays and all(map(_is_complete, outputs))
+
+
+def _merges_axes(node: ir.Node) -> bool:
+    """Whether one axis gets what is left of a tensor of unknown size, which no symbol expresses."""
+    x, sizes = (*node.inputs, None, None)[:2]
+    if node.op_type != "Reshape" or x is None or x.shape is None or x.shape.is_static():
+        return False
+    source = None if sizes is None else sizes.producer()
+    joins = source is not None and source.op_type == "Concat"
+    parts = source.inputs if source is not None and joins else [sizes]  # as in losses of rows
+    constants = [constant_tensor(part) for part in parts if part is not None]
+    dims = dims_of(node.outputs[0].shape or ir.Shape([]))
+    return dims.count(None) == 1 and any(-1 in t.numpy() for t in constants if t is not None)
+
+
+def _is_complete(value: ir.Value) -> bool:
+    """Whether all sizes of a tensor are numbers or symbols."""
+    is_tensor = value.shape is not None and isinstance(value.type, ir.TensorType)
+    return is_tensor and None not in dims_of(value.shape or ir.Shape([]))
+
+
+def _with_symbols(value: ir.Value) -> ir.Shape | None:
+    """Returns a shape with symbols for unknown sizes, named like those that onnx generates."""
+    if value.shape is None:
+        return None
+    dims = enumerate(dims_of(value.shape))
+    return ir.Shape([f"unk__{value.name}_{n}" if dim is None else dim for n, dim in dims])
+
+
+def _digest(light: LightModel, entry: int) -> bytes:
+    """Returns a digest of all that a graph with the algorithm of an entry follows from.
+
+    Of big tensors it has names, types and shapes; the values of those that may hold sizes, too.
+    """
+    found = hashlib.sha256()
+    for message in _parts(light.proto, entry):
+        if isinstance(message, onnx.TensorProto) and _is_big(message):
+            found.update(repr((message.name, message.data_type, [*message.dims])).encode())
+            if message.data_type in _OF_SIZES and math.prod(message.dims) <= _SMALL:
+                found.update(light.array_of(message).tobytes())
+        else:
+            found.update(message.SerializeToString(deterministic=True))
+        found.update(b";")
+    return found.digest()
+
+
+def _is_big(tensor: onnx.TensorProto) -> bool:
+    """Whether the data of a tensor are detached from a light model."""
+    inside = tensor.data_location == onnx.TensorProto.DEFAULT
+    return is_light(tensor) or (inside and size_of(tensor) > BIG)
+
+
+def _parts(proto: onnx.ModelProto, entry: int) -> Iterator[Any]:
+    yield from proto.opset_import
+    yield from proto.functions
+    yield from proto.graph.quantization_annotation
+    for graph in (proto.graph, *(info.algorithm for info in proto.training_info[entry:][:1])):
+        for name in ("input", "output", "value_info", "initializer", "sparse_initializer", "node"):
+            yield from getattr(graph, name)
