@@ -60,11 +60,14 @@ logger = logging.getLogger("ortops")
 
 
 @read_again
-def load_light(model: ModelLike | LightModel) -> LightModel:
+def load_light(
+    model: ModelLike | LightModel, is_built: Callable[[onnx.ModelProto], bool] | None = None
+) -> LightModel:
     """Reads a light model; the data of its big initializers stay in the file.
 
     Args:
         model: A model, its bytes or its path; or a light model, which is copied.
+        is_built: See `load`.
 
     Returns:
         The light model, with its external data.
@@ -82,7 +85,7 @@ def load_light(model: ModelLike | LightModel) -> LightModel:
             validate(read.proto, folder)
             light = detach(read.proto, folder)
             return LightModel(light.proto, read.data | light.data)
-    return detach(*load(model))
+    return detach(*load(model, is_built))
 
 
 def to_ir(

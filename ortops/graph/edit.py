@@ -420,7 +420,9 @@ def sort(graph: ir.Graph) -> None:
     """
     seen: set[ir.Node | None] = {None}
     for node in graph:
-        if inner_graphs(node) or any(v is not None and v.producer() not in seen for v in node.inputs):
+        if inner_graphs(node) or any(
+            v is not None and v.producer() not in seen for v in node.inputs
+        ):
             graph.sort()
             return
         seen.add(node)

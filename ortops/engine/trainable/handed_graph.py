@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -87,29 +87,27 @@ def take(light: LightModel, entry: int) -> ir.Model | None:
     found = _handed.pop(_digest(light, entry), None) if _handed else None
     if found is None:
         return None
-    graph, own, algorithm = found.graph, light.proto.graph, light.proto.training_info[entry].algorithm
-    written = [*own.node, *algorithm.node]
+    graph, algorithm = found.graph, light.proto.training_info[entry].algorithm
+    written = [*light.proto.graph.node, *algorithm.node]
     for index, node in found.emptied.items():
         for attribute in written[index].attribute:
             copied = onnx.AttributeProto()  # onnx-ir refers to it
             copied.CopyFrom(attribute)
             node.attributes.add(ir.serde.deserialize_attribute(copied))
     model = convert.to_ir(_without_nodes(light, algorithm), given_away=True)
-    for old, new in zip(graph.inputs, model.graph.inputs, strict=True):
+    read, model.graph = model.graph, graph
+    for old, new in zip(graph.inputs, read.inputs, strict=True):
         old.type, old.shape = new.type, new.shape
     for name, value in graph.initializers.items():
-        new = model.graph.initializers[name]
+        new = read.initializers[name]
         value.type, value.shape, value.const_value = new.type, new.shape, new.const_value
-    graph.name, graph.doc_string = model.graph.name, model.graph.doc_string
-    for held, given in (
-        (graph.opset_imports, model.graph.opset_imports),
-        (graph.metadata_props, model.graph.metadata_props),
-    ):
-        held.clear()
-        held.update(given)
+    graph.name, graph.doc_string = read.name, read.doc_string
+    graph.metadata_props.clear()
+    graph.metadata_props.update(read.metadata_props)
+    graph.opset_imports.clear()
+    graph.opset_imports.update(read.opset_imports)
     if any(node.domain == MICROSOFT for node in graph):
         graph.opset_imports.setdefault(MICROSOFT, 1)
-    model.graph = graph
     return model
 
 
@@ -154,7 +152,7 @@ def _is_same(node: ir.Node, written: onnx.NodeProto) -> bool:
 
 
 def _is_same_attribute(node: ir.Node, held: ir.Attr, written: onnx.AttributeProto) -> bool:
-    if held.name != written.name or held.type != written.type or held.is_ref():
+    if held.name != written.name or held.type != ir.AttributeType(written.type) or held.is_ref():
         return False
     kinds, value = ir.AttributeType, held.value
     match held.type:
@@ -285,15 +283,21 @@ def _digest(light: LightModel, entry: int) -> bytes:
 
     Of big tensors it has names, types and shapes; the values of those that may hold sizes, too.
     """
-    found = hashlib.sha256()
-    for message in _parts(light.proto, entry):
-        if isinstance(message, onnx.TensorProto) and _is_big(message):
-            found.update(repr((message.name, message.data_type, [*message.dims])).encode())
-            if message.data_type in _OF_SIZES and math.prod(message.dims) <= _SMALL:
-                found.update(light.array_of(message).tobytes())
-        else:
-            found.update(message.SerializeToString(deterministic=True))
-        found.update(b";")
+    proto, found = light.proto, hashlib.sha256()
+    graphs = [proto.graph, *(info.algorithm for info in proto.training_info[entry:][:1])]
+    parts = [proto.opset_import, proto.functions, proto.graph.quantization_annotation]
+    for graph in graphs:
+        parts += [graph.input, graph.output, graph.value_info, graph.sparse_initializer, graph.node]
+        for tensor in graph.initializer:
+            if not _is_big(tensor):
+                found.update(tensor.SerializeToString())
+            else:
+                found.update(repr((tensor.name, tensor.data_type, [*tensor.dims])).encode())
+                if tensor.data_type in _OF_SIZES and math.prod(tensor.dims) <= _SMALL:
+                    found.update(light.array_of(tensor).tobytes())
+            found.update(b";")
+    for part in parts:
+        found.update(b";".join(message.SerializeToString() for message in part) + b";;")
     return found.digest()
 
 
@@ -301,12 +305,3 @@ def _is_big(tensor: onnx.TensorProto) -> bool:
     """Whether the data of a tensor are detached from a light model."""
     inside = tensor.data_location == onnx.TensorProto.DEFAULT
     return is_light(tensor) or (inside and size_of(tensor) > BIG)
-
-
-def _parts(proto: onnx.ModelProto, entry: int) -> Iterator[Any]:
-    yield from proto.opset_import
-    yield from proto.functions
-    yield from proto.graph.quantization_annotation
-    for graph in (proto.graph, *(info.algorithm for info in proto.training_info[entry:][:1])):
-        for name in ("input", "output", "value_info", "initializer", "sparse_initializer", "node"):
-            yield from getattr(graph, name)

@@ -208,12 +208,14 @@ def _bind_node(node: ir.Node, scope: MutableMapping[str, ir.Value]) -> None:
     xs, zs, y = _read_attributes(node)
     _check_names(node, xs, zs, y, scope)
     fed = [value for value in node.inputs if value is not None]
-    bound = _replaced(node, fed, [scope[name] for name in xs], [scope[name] for name in zs], scope[y])
+    bound = _replaced(
+        node, fed, [scope[name] for name in xs], [scope[name] for name in zs], scope[y]
+    )
     scope.update({value.name: value for value in bound.outputs if value.name})
 
 
 def bind_anew(node: ir.Node) -> None:
-    """Replaces a bound Gradient node by one as `bind` makes it, after the values got their names."""
+    """Replaces a bound Gradient node by one as `bind` makes it, with the present names."""
     bound = Bound.of(node)
     _replaced(node, bound.fed, bound.xs, bound.zs, bound.y)
 
