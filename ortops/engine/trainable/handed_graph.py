@@ -30,10 +30,12 @@ class _Handed(NamedTuple):
     Attributes:
         graph: The inference graph with the algorithm, in the order of the model.
         emptied: The nodes that lack their tensors, by index among the nodes of the model.
+        is_settled: Whether inference would find the types that the graph has.
     """
 
     graph: ir.Graph
     emptied: dict[int, ir.Node]
+    is_settled: bool
 
 
 _handed: dict[bytes, _Handed] = {}
@@ -58,12 +60,13 @@ def hand_over(light: LightModel, graph: ir.Graph) -> None:
     nodes = [node for node in found if node is not None]
     if light.proto.functions or len(nodes) < len(found) or not all(map(_is_same, nodes, written)):
         return
-    if _arrange(graph, nodes, own, algorithm) and all(map(_is_settled, _outputs(nodes))):
+    if _arrange(graph, nodes, own, algorithm):
+        is_settled = all(map(_is_settled, _outputs(nodes)))
         for node in nodes[: len(own.node)]:
             node.metadata_props.clear()  # as in what a step is read from
         for value in _outputs(nodes):
             value.shape = _with_symbols(value)
-        _handed[_digest(light, 0)] = _Handed(graph, _empty(graph, nodes))
+        _handed[_digest(light, 0)] = _Handed(graph, _empty(graph, nodes), is_settled)
 
 
 def is_known(proto: onnx.ModelProto) -> bool:
@@ -73,7 +76,7 @@ def is_known(proto: onnx.ModelProto) -> bool:
     return _digest(LightModel(proto, {}), 0) in _handed
 
 
-def take(light: LightModel, entry: int) -> ir.Model | None:
+def take(light: LightModel, entry: int) -> tuple[ir.Model, bool] | None:
     """Returns the graph that was handed over, with the values in a model that has not changed.
 
     Args:
@@ -81,7 +84,8 @@ def take(light: LightModel, entry: int) -> ir.Model | None:
         entry: The index of an entry.
 
     Returns:
-        The inference graph with the algorithm of the entry, with types and shapes; None if that of
+        The inference graph with the algorithm of the entry, and whether all types and shapes are
+        those that inference would find, instead of those that the model declares; None if that of
         another model was handed over.
     """
     found = _handed.pop(_digest(light, entry), None) if _handed else None
@@ -108,7 +112,21 @@ def take(light: LightModel, entry: int) -> ir.Model | None:
     graph.opset_imports.update(read.opset_imports)
     if any(node.domain == MICROSOFT for node in graph):
         graph.opset_imports.setdefault(MICROSOFT, 1)
-    return model
+    if not found.is_settled:
+        _declare(graph, light.proto.graph, algorithm)
+    return model, found.is_settled
+
+
+def _declare(graph: ir.Graph, own: onnx.GraphProto, algorithm: onnx.GraphProto) -> None:
+    """Sets the types and shapes in a graph to those that its model declares."""
+    values = {value.name: value for value in _outputs(graph)}
+    for value in values.values():
+        value.type = value.shape = None
+    for infos in (algorithm.value_info, own.value_info, algorithm.output, own.output):
+        for info in infos:  # those of the inference graph count, as in reading
+            if info.name in values:
+                ir.serde.deserialize_value_info_proto(info, values[info.name])
+    convert.forget_unknown(values.values())
 
 
 def _without_nodes(light: LightModel, algorithm: onnx.GraphProto) -> LightModel:

@@ -247,12 +247,11 @@ def flatten(
         for each in proto.training_info
         for binding in (*each.update_binding, *each.initialization_binding)
     ]
-    model = handed_graph.take(light, entry) if folder is None else None
-    is_handed = model is not None
-    if model is None:
+    taken = handed_graph.take(light, entry) if folder is None else None
+    if taken is None:
         _check_algorithm(proto, entry)
-        model = convert.to_ir(_concatenate(light, entry), folder, given_away=True)
-    model = prepare(model, inferred=is_handed)
+        taken = convert.to_ir(_concatenate(light, entry), folder, given_away=True), False
+    model = prepare(taken[0], inferred=taken[1])
     graph = model.graph
     by_name = {value.name: value for value in graph.outputs}
     wanted = [value.name for value in info.algorithm.output]
