@@ -17,6 +17,7 @@ from ortops.graph.constants import constant_tensor, dims_of
 from ortops.graph.edit import disconnect
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import BIG, MICROSOFT, copy_model, is_light, size_of
+from ortops.graph.files.serialization import is_map
 from ortops.graph.nesting import inner_graphs
 
 _OF_SIZES = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
@@ -62,10 +63,10 @@ def hand_over(light: LightModel, graph: ir.Graph) -> None:
         return
     if _arrange(graph, nodes, own, algorithm):
         is_settled = all(map(_is_settled, _outputs(nodes)))
+        for value in _outputs(nodes) if is_settled else ():
+            value.shape = _with_symbols(value)
         for node in nodes[: len(own.node)]:
             node.metadata_props.clear()  # as in what a step is read from
-        for value in _outputs(nodes):
-            value.shape = _with_symbols(value)
         _handed[_digest(light, 0)] = _Handed(graph, _empty(graph, nodes), is_settled)
 
 
@@ -124,7 +125,7 @@ def _declare(graph: ir.Graph, own: onnx.GraphProto, algorithm: onnx.GraphProto) 
         value.type = value.shape = None
     for infos in (algorithm.value_info, own.value_info, algorithm.output, own.output):
         for info in infos:  # those of the inference graph count, as in reading
-            if info.name in values:
+            if info.name in values and not is_map(info.type):
                 ir.serde.deserialize_value_info_proto(info, values[info.name])
     convert.forget_unknown(values.values())
 
@@ -206,12 +207,11 @@ def _arrange(
     made = {value.name: value for value in _outputs(nodes)}
     variables = [tensor.name for part in (own, algorithm) for tensor in part.initializer]
     inputs = [value.name for value in _inputs(own, algorithm)]
-    shown = [value.name for value in own.output]
-    shown += [value.name for value in algorithm.output if value.name not in set(shown)]
+    shown = dict.fromkeys(value.name for value in (*own.output, *algorithm.output))
     read = {value.producer() for node in nodes for value in node.inputs if value is not None}
     initializers = dict(graph.initializers)
     if not (
-        (read <= {None, *kept} and made.keys() >= {*shown} and given.keys() >= {*inputs})
+        (read <= {None, *kept} and made.keys() >= shown.keys() and given.keys() >= {*inputs})
         and (initializers.keys() >= {*variables} and len({*variables}) == len(variables))
     ):
         return False
