@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,13 +62,16 @@ def hand_over(light: LightModel, graph: ir.Graph) -> None:
     nodes = [node for node in found if node is not None]
     if light.proto.functions or len(nodes) < len(found) or not all(map(_is_same, nodes, written)):
         return
-    if _arrange(graph, nodes, own, algorithm):
-        is_settled = all(map(_is_settled, _outputs(nodes)))
-        for value in _outputs(nodes) if is_settled else ():
+    values = [value for node in nodes for value in node.outputs if value.name]
+    if _arrange(graph, nodes, values, light.proto):
+        is_settled = all(map(_is_settled, values))
+        for value in values if is_settled else ():
             value.shape = _with_symbols(value)
         for node in nodes[: len(own.node)]:
             node.metadata_props.clear()  # as in what a step is read from
-        _handed[_digest(light, 0)] = _Handed(graph, _empty(graph, nodes), is_settled)
+        for value in (*values, *graph.initializers.values()):
+            value.const_value = None
+        _handed[_digest(light, 0)] = _Handed(graph, _emptied(nodes), is_settled)
 
 
 def is_known(proto: onnx.ModelProto) -> bool:
@@ -120,7 +124,7 @@ def take(light: LightModel, entry: int) -> tuple[ir.Model, bool] | None:
 
 def _declare(graph: ir.Graph, own: onnx.GraphProto, algorithm: onnx.GraphProto) -> None:
     """Sets the types and shapes in a graph to those that its model declares."""
-    values = {value.name: value for value in _outputs(graph)}
+    values = {value.name: value for node in graph for value in node.outputs if value.name}
     for value in values.values():
         value.type = value.shape = None
     for infos in (algorithm.value_info, own.value_info, algorithm.output, own.output):
@@ -131,7 +135,7 @@ def _declare(graph: ir.Graph, own: onnx.GraphProto, algorithm: onnx.GraphProto) 
 
 
 def _without_nodes(light: LightModel, algorithm: onnx.GraphProto) -> LightModel:
-    """Returns a model with what `_empty` removed: initializers and inputs."""
+    """Returns a model with what a handed graph lacks: initializers and inputs."""
     result = onnx.ModelProto()
     but = ("training_info", "functions", "node", "value_info", "output", "input")
     copy_model(light.proto, result, lambda source, target: target.CopyFrom(source), but)
@@ -152,80 +156,89 @@ def _inputs(own: onnx.GraphProto, algorithm: onnx.GraphProto) -> list[onnx.Value
 def _is_same(node: ir.Node, written: onnx.NodeProto) -> bool:
     """Whether a node is what reading gives; its real attributes become those that were written."""
     inputs: Sequence[ir.Value | None] = node.inputs
+    same_domain = node.domain == written.domain
     if is_bound(node):
-        same = written.domain in GRADIENT_DOMAINS
-        inputs = Bound.of(node).fed
-    else:
-        same = node.domain == written.domain
-    pairs = list(zip(node.attributes.values(), written.attribute, strict=False))
+        same_domain, inputs = written.domain in GRADIENT_DOMAINS, Bound.of(node).fed
+    attributes = written.attribute
     return (
-        same
+        same_domain
         and node.op_type == written.op_type
         and node.name == written.name
         and node.overload == written.overload
-        and [value.name if value is not None else "" for value in inputs] == [*written.input]
-        and [value.name for value in node.outputs] == [*written.output]
-        and len(pairs) == len(node.attributes) == len(written.attribute)
-        and all(_is_same_attribute(node, *pair) for pair in pairs)
+        and ["" if value is None else value.name for value in inputs] == written.input
+        and [value.name for value in node.outputs] == written.output
+        and len(node.attributes) == len(attributes)
+        and all(map(functools.partial(_is_same_attribute, node), [*node.attributes], attributes))
     )
 
 
-def _is_same_attribute(node: ir.Node, held: ir.Attr, written: onnx.AttributeProto) -> bool:
-    if held.name != written.name or held.type != ir.AttributeType(written.type) or held.is_ref():
+def _is_same_attribute(node: ir.Node, name: str, written: onnx.AttributeProto) -> bool:
+    held, kinds = node.attributes[name], ir.AttributeType
+    if name != written.name or held.type.value != written.type or held.is_ref():
         return False
-    kinds, value = ir.AttributeType, held.value
+    value = held.value
     match held.type:
         case kinds.INT:
             return bool(value == written.i)
         case kinds.INTS:
-            return [*value] == [*written.ints]
+            return bool([*value] == written.ints)
         case kinds.STRING:
             return isinstance(value, str) and value.encode() == written.s
         case kinds.STRINGS:
-            return [text.encode() for text in value] == [*written.strings]
+            return bool([text.encode() for text in value] == written.strings)
         case kinds.FLOAT:
-            node.attributes[held.name] = ir.AttrFloat32(held.name, written.f)
+            node.attributes[name] = ir.AttrFloat32(name, written.f)
             return bool(np.float32(value) == written.f)
         case kinds.FLOATS:
-            node.attributes[held.name] = ir.AttrFloat32s(held.name, written.floats)
+            node.attributes[name] = ir.AttrFloat32s(name, written.floats)
             return [*np.asarray(value, np.float32)] == [*written.floats]
         case kinds.TENSOR:
             tensor = written.t
-            return value.dtype == tensor.data_type and [*value.shape.numpy()] == [*tensor.dims]
+            return bool(value.dtype == tensor.data_type and value.shape.dims == (*tensor.dims,))
     return False
 
 
 def _arrange(
-    graph: ir.Graph, nodes: Sequence[ir.Node], own: onnx.GraphProto, algorithm: onnx.GraphProto
+    graph: ir.Graph,
+    nodes: Sequence[ir.Node],
+    values: Sequence[ir.Value],
+    proto: onnx.ModelProto,
 ) -> bool:
     """Removes from a graph what its model lacks, and puts the rest in the order of reading.
+
+    Args:
+        graph: The graph.
+        nodes: The nodes of the model.
+        values: Their outputs.
+        proto: The model.
 
     Returns:
         Whether the graph has all that the model has.
     """
-    kept, given = set(nodes), {value.name: value for value in graph.inputs}
-    made = {value.name: value for value in _outputs(nodes)}
+    own, algorithm = proto.graph, proto.training_info[0].algorithm
+    place = {node: (is_bound(node), index) for index, node in enumerate(nodes)}
+    made = {value.name: value for value in values}
+    given = {value.name: value for value in graph.inputs}
+    held = dict(graph.initializers)
     variables = [tensor.name for part in (own, algorithm) for tensor in part.initializer]
     inputs = [value.name for value in _inputs(own, algorithm)]
     shown = dict.fromkeys(value.name for value in (*own.output, *algorithm.output))
     read = {value.producer() for node in nodes for value in node.inputs if value is not None}
-    initializers = dict(graph.initializers)
-    if not (
-        (read <= {None, *kept} and made.keys() >= shown.keys() and given.keys() >= {*inputs})
-        and (initializers.keys() >= {*variables} and len({*variables}) == len(variables))
-    ):
+    complete = made.keys() >= shown.keys() and given.keys() >= {*inputs} and read <= {None, *nodes}
+    if not complete or not held.keys() >= {*variables} or len({*variables}) < len(variables):
         return False
     graph.outputs[:] = [made[name] for name in shown]
     graph.inputs[:] = [given[name] for name in inputs]
-    graph.initializers.clear()
-    graph.initializers.update({name: initializers[name] for name in variables})
-    dropped = [node for node in graph if node not in kept]
+    if [*held] != variables:
+        graph.initializers.clear()
+        graph.initializers.update({name: held[name] for name in variables})
+    dropped = [node for node in graph if node not in place]
     for node in dropped:
         disconnect(node)
     graph.remove(dropped)
-    graph.extend(nodes)
-    place = {node: (is_bound(node), index) for index, node in enumerate(nodes)}
-    for value in (*graph.inputs, *graph.initializers.values(), *made.values()):
+    if [*graph] != nodes:
+        graph.extend(nodes)
+    for value in (*graph.inputs, *graph.initializers.values(), *values):
         uses = list(value.uses())
         ordered = sorted(uses, key=lambda use: (place[use.node], use.idx))
         if uses != ordered:
@@ -236,14 +249,12 @@ def _arrange(
     return True
 
 
-def _empty(graph: ir.Graph, nodes: Sequence[ir.Node]) -> dict[int, ir.Node]:
-    """Removes the values of initializers, and tensors in attributes that are big or of a message.
+def _emptied(nodes: Sequence[ir.Node]) -> dict[int, ir.Node]:
+    """Removes the attributes of nodes that have big tensors, or tensors in a message.
 
     Returns:
-        The nodes without their attributes, by index.
+        The nodes, by index.
     """
-    for value in (*graph.initializers.values(), *_outputs(nodes)):
-        value.const_value = None
     emptied = {}
     for index, node in enumerate(nodes):
         tensors = [each.value for each in node.attributes.values() if each.type == _TENSOR]
@@ -251,10 +262,6 @@ def _empty(graph: ir.Graph, nodes: Sequence[ir.Node]) -> dict[int, ir.Node]:
             node.attributes.clear()
             emptied[index] = node
     return emptied
-
-
-def _outputs(nodes: Iterable[ir.Node]) -> Iterator[ir.Value]:
-    return (value for node in nodes for value in node.outputs if value.name)
 
 
 def _is_settled(value: ir.Value) -> bool:
@@ -290,8 +297,8 @@ def _is_complete(value: ir.Value) -> bool:
 
 def _with_symbols(value: ir.Value) -> ir.Shape | None:
     """Returns a shape with symbols for unknown sizes, named like those that onnx generates."""
-    if value.shape is None:
-        return None
+    if value.shape is None or None not in dims_of(value.shape):
+        return value.shape
     dims = enumerate(dims_of(value.shape))
     return ir.Shape([f"unk__{value.name}_{n}" if dim is None else dim for n, dim in dims])
 
