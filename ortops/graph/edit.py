@@ -410,6 +410,24 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
             graph._nodes.remove(node)
 
 
+def sort(graph: ir.Graph) -> None:
+    """Puts the nodes of a graph and of its subgraphs in topological order, a stable one.
+
+    onnx-ir's own function takes long even if they are in order already.
+
+    Raises:
+        ValueError: If a tensor is computed from itself.
+    """
+    seen: set[ir.Node | None] = {None}
+    for node in graph:
+        if inner_graphs(node) or any(
+            v is not None and v.producer() not in seen for v in node.inputs
+        ):
+            graph.sort()
+            return
+        seen.add(node)
+
+
 def disconnect(node: ir.Node) -> None:
     """Disconnects a node and its subgraphs from what they read, as if it were removed.
 
