@@ -378,36 +378,30 @@ def remove_node(node: ir.Node) -> None:
 
 
 def remove_unread(nodes: Sequence[ir.Node]) -> None:
-    """Removes those of some nodes, given in topological order, whose outputs are unused.
+    """Removes those of some nodes whose outputs are unused, and thereby those that they alone read.
 
     Uses by nodes in the subgraphs of removed nodes do not count.
     """
-    unread: dict[ir.Node, None] = {}
-    gone: set[ir.Node] = set()  # the unread nodes, and the nodes in their subgraphs
-    for node in reversed(nodes):
-        for value in node.outputs:  # a hot path: most nodes are read, and few are gone
-            uses = value.uses()
-            if value.is_graph_output() or (uses and not gone):
-                break
-            if any(user not in gone for user, _ in uses):
-                break
-        else:
-            if node.graph is None:
-                continue
-            unread[node] = None
-            gone.add(node)
-            for inner in inner_graphs(node):
-                gone.update(all_nodes(inner))
-    by_graph: dict[Any, list[ir.Node]] = {}
-    for node in unread:  # subgraphs first, because they read values of outer graphs
-        members = by_graph.pop(node.graph, [])
-        members.append(node)
-        by_graph[node.graph] = members
-    for graph, members in by_graph.items():
-        for node in members:  # onnx-ir's own function scans all outputs of the graph each time
-            disconnect(node)
-            node.graph = None
-            graph._nodes.remove(node)
+    pending = [node for node in nodes if not _is_read(node)]
+    removable = set(nodes) if pending else set()
+    while pending:
+        node = pending.pop()
+        graph = node.graph
+        if graph is None:
+            continue
+        sources = {value.producer() for value in read_inputs(node)}
+        disconnect(node)
+        node.graph = None  # onnx-ir's own function scans all outputs of the graph each time
+        graph._nodes.remove(node)
+        pending += [each for each in sources if each in removable and not _is_read(each)]
+
+
+def _is_read(node: ir.Node) -> bool:
+    """Whether an output of a node is used; onnx-ir's own function copies all uses."""
+    for value in node.outputs:  # a hot path
+        if value._uses or value.is_graph_output():
+            return True
+    return False
 
 
 def disconnect(node: ir.Node) -> None:

@@ -149,8 +149,9 @@ def _bodies(graph: ir.Graph) -> list[ir.Graph]:
     """Returns the bodies of Loop, If and Scan, inner ones first; onnx-ir's way takes long."""
     found: list[ir.Graph] = []
     for node in graph:
-        for body in inner_graphs(node) if node.op_type in ("If", "Loop", "Scan") else ():
-            found += [*_bodies(body), body]
+        if node.op_type in ("If", "Loop", "Scan"):
+            for body in inner_graphs(node):
+                found += [*_bodies(body), body]
     return found
 
 
