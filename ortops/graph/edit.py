@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.names import Names
-from ortops.graph.nesting import inner_graphs, subgraphs
+from ortops.graph.nesting import inner_graphs, nodes_of, subgraphs
 from ortops.graph.operators import is_random
 from ortops.graph.tensor import Tape, Tensor, op
 
@@ -421,7 +421,7 @@ def disconnect(node: ir.Node) -> None:
 
 def prune(graph: ir.Graph) -> None:
     """Removes nodes, inputs and initializers on which no output depends."""
-    remove_unread(list(graph))
+    remove_unread(nodes_of(graph))
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             graph.initializers.pop(name)
@@ -454,7 +454,7 @@ def merge_equal_nodes(graph: ir.Graph) -> None:
     """
     known: dict[object, ir.Node] = {}
     equal: list[ir.Node] = []
-    for node in graph:
+    for node in nodes_of(graph):
         if (
             is_random(node.op_type)
             or inner_graphs(node)

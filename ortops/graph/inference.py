@@ -22,6 +22,7 @@ from ortops.graph.constants import (
     stored,
 )
 from ortops.graph.files.serialization import is_map
+from ortops.graph.operators import ELEMENTWISE
 from ortops.graph.pooled_sizes import pooled_sizes
 
 _SMALL = 4096  # constants with at most this many elements are used in shape inference
@@ -39,6 +40,9 @@ _HASHABLE = frozenset(
     }
 )
 """Types of attributes that can be part of a key of the inference cache."""
+
+_BROADCASTING = ELEMENTWISE - {"CastLike", "Clip", "PRelu", "SwiGLU"}
+"""Operators whose output has the shape to which all inputs are broadcast."""
 
 _Inferred: TypeAlias = tuple[tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None], ...]
 _inferred: dict[tuple[object, ...], _Inferred] = {}  # a cache, because layers of a model repeat
@@ -58,6 +62,8 @@ def infer(node: ir.Node, imports: MutableMapping[str, int]) -> None:
     if op_type in ("LessOrEqual", "GreaterOrEqual"):
         op_type = "Less"  # same types and shapes; onnx < 1.20 cannot infer them
     schema = schema_of(op_type, node.domain, imports)
+    if op_type in _BROADCASTING and not node.domain and _infer_elementwise(node, schema):
+        return
     if not schema.has_type_and_shape_inference_function:
         _infer_types(node, schema)
         return
@@ -81,6 +87,40 @@ def infer(node: ir.Node, imports: MutableMapping[str, int]) -> None:
             value.type = kind
         if value.shape is None and dims is not None:
             value.shape = ir.Shape(dims)
+
+
+def _infer_elementwise(node: ir.Node, schema: onnx.defs.OpSchema) -> bool:
+    """Infers the output of a node that broadcasts inputs of known sizes; returns whether it did.
+
+    Most nodes of a step are such, and onnx takes a hundred times as long.
+    """
+    typed, output, shapes = _typed_like(schema), node.outputs[0], set[tuple[Dim, ...]]()
+    for read in node.inputs:
+        if read is None or type(read.type) is not ir.TensorType or read.shape is None:
+            return False
+        shapes.add(dims_of(read.shape))
+    if typed is None or any(type(dim) is not int for dims in shapes for dim in dims):
+        return False
+    try:
+        dims = shapes.pop() if len(shapes) == 1 else np.broadcast_shapes(*shapes)  # type: ignore[arg-type]
+    except ValueError:  # of which onnx has a message
+        return False
+    if output.type is None:
+        like = node.inputs[typed]
+        assert like is not None
+        assert like.dtype is not None
+        output.type = ir.TensorType(like.dtype)
+    if output.shape is None:
+        output.shape = ir.Shape(dims)
+    return True
+
+
+@functools.cache
+def _typed_like(schema: onnx.defs.OpSchema) -> int | None:
+    """Returns the first input with the type of the first output; None if there is none."""
+    kinds = [formal.type_str for formal in schema.inputs]
+    kind = schema.outputs[0].type_str
+    return kinds.index(kind) if kind in kinds else None
 
 
 def _infer_anew(node: ir.Node, schema: onnx.defs.OpSchema, imports: Mapping[str, int]) -> _Inferred:
@@ -253,7 +293,9 @@ def _inference_key(node: ir.Node, imports: Mapping[str, int]) -> tuple[object, .
             key.append(None)
             continue
         tensor = constant_tensor(read)
-        key += [read.type, None if read.shape is None else dims_of(read.shape)]
+        kind = read.type  # whose hash onnx-ir makes of its representation as text
+        key.append(kind.dtype if type(kind) is ir.TensorType else kind)
+        key.append(None if read.shape is None else dims_of(read.shape))
         key.append(None if tensor is None else _content(tensor))
     return tuple(key)
 
