@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import onnx_ir as ir
@@ -377,7 +377,7 @@ def remove_node(node: ir.Node) -> None:
     node.graph.remove(node, safe=True)
 
 
-def remove_unread(nodes: Sequence[ir.Node]) -> None:
+def remove_unread(nodes: Collection[ir.Node]) -> None:
     """Removes those of some nodes whose outputs are unused, and thereby those that they alone read.
 
     Uses by nodes in the subgraphs of removed nodes do not count.
@@ -398,7 +398,7 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
 
 def _is_read(node: ir.Node) -> bool:
     """Whether an output of a node is used; onnx-ir's own function copies all uses."""
-    for value in node.outputs:  # a hot path
+    for value in node.outputs:  # noqa: SIM110 - a hot path
         if value._uses or value.is_graph_output():
             return True
     return False
@@ -463,9 +463,9 @@ def merge_equal_nodes(graph: ir.Graph) -> None:
             continue
         key = (
             *node.op_identifier(),
-            tuple(node.inputs),
-            tuple(value.name == "" for value in node.outputs),
-            *((name, _content(node.attributes[name])) for name in sorted(node.attributes)),
+            node.inputs,
+            tuple([value.name == "" for value in node.outputs]),
+            *[(name, _content(each)) for name, each in sorted(node.attributes.data.items())],
         )
         first = known.setdefault(key, node)
         if first is not node:
