@@ -62,8 +62,6 @@ def infer(node: ir.Node, imports: MutableMapping[str, int]) -> None:
     if op_type in ("LessOrEqual", "GreaterOrEqual"):
         op_type = "Less"  # same types and shapes; onnx < 1.20 cannot infer them
     schema = schema_of(op_type, node.domain, imports)
-    if op_type in _BROADCASTING and not node.domain and _infer_elementwise(node, schema):
-        return
     if not schema.has_type_and_shape_inference_function:
         _infer_types(node, schema)
         return
@@ -74,7 +72,8 @@ def infer(node: ir.Node, imports: MutableMapping[str, int]) -> None:
     if first is not None and any(isinstance(dim, int) and dim < 1 for dim in first):
         _infer_types(node, schema)  # onnx aborts the process where steps are negative
         return
-    key = _inference_key(node, imports)
+    dims = _broadcast_dims(node)
+    key = _inference_key(node, imports, sizes=dims is None)
     found = None if key is None else _inferred.get(key)
     if found is None:
         found = _infer_anew(node, schema, imports)
@@ -82,45 +81,28 @@ def infer(node: ir.Node, imports: MutableMapping[str, int]) -> None:
             if len(_inferred) >= _MOST_INFERRED:
                 _inferred.clear()
             _inferred[key] = found
-    for value, (kind, dims) in zip(node.outputs, found, strict=True):
+    for value, (kind, inferred) in zip(node.outputs, found, strict=True):
         if value.type is None:
             value.type = kind
-        if value.shape is None and dims is not None:
-            value.shape = ir.Shape(dims)
+        if value.shape is None and inferred is not None:
+            value.shape = ir.Shape(inferred if dims is None else dims)
 
 
-def _infer_elementwise(node: ir.Node, schema: onnx.defs.OpSchema) -> bool:
-    """Infers the output of a node that broadcasts inputs of known sizes; returns whether it did.
+def _broadcast_dims(node: ir.Node) -> tuple[int, ...] | None:
+    """Returns the sizes to which a node broadcasts inputs of known sizes; None for other nodes.
 
-    Most nodes of a step are such, and onnx takes a hundred times as long.
+    With them, onnx infers elementwise nodes once for all sizes. Most nodes of a step are such.
     """
-    typed, output, shapes = _typed_like(schema), node.outputs[0], set[tuple[Dim, ...]]()
-    for read in node.inputs:
-        if read is None or type(read.type) is not ir.TensorType or read.shape is None:
-            return False
-        shapes.add(dims_of(read.shape))
-    if typed is None or any(type(dim) is not int for dims in shapes for dim in dims):
-        return False
+    if node.op_type not in _BROADCASTING or node.domain:
+        return None
+    shapes = {None if v is None or v.shape is None else dims_of(v.shape) for v in node.inputs}
+    if any(dims is None or any(type(dim) is not int for dim in dims) for dims in shapes):
+        return None
+    known = cast(set[tuple[int, ...]], shapes)
     try:
-        dims = shapes.pop() if len(shapes) == 1 else np.broadcast_shapes(*shapes)  # type: ignore[arg-type]
+        return known.pop() if len(known) == 1 else np.broadcast_shapes(*known)
     except ValueError:  # of which onnx has a message
-        return False
-    if output.type is None:
-        like = node.inputs[typed]
-        assert like is not None
-        assert like.dtype is not None
-        output.type = ir.TensorType(like.dtype)
-    if output.shape is None:
-        output.shape = ir.Shape(dims)
-    return True
-
-
-@functools.cache
-def _typed_like(schema: onnx.defs.OpSchema) -> int | None:
-    """Returns the first input with the type of the first output; None if there is none."""
-    kinds = [formal.type_str for formal in schema.inputs]
-    kind = schema.outputs[0].type_str
-    return kinds.index(kind) if kind in kinds else None
+        return None
 
 
 def _infer_anew(node: ir.Node, schema: onnx.defs.OpSchema, imports: Mapping[str, int]) -> _Inferred:
@@ -270,10 +252,17 @@ def _type_proto(value: ir.Value) -> onnx.TypeProto:
     return proto
 
 
-def _inference_key(node: ir.Node, imports: Mapping[str, int]) -> tuple[object, ...] | None:
+def _inference_key(
+    node: ir.Node, imports: Mapping[str, int], *, sizes: bool
+) -> tuple[object, ...] | None:
     """Returns a key for the inference cache; None if the node has large constants or subgraphs.
 
     Keys are small, so that the cache is: they have digests in place of constants.
+
+    Args:
+        node: The node.
+        imports: The versions of the operators in its graph.
+        sizes: Whether the result depends on the sizes and the content of the inputs.
     """
     key: list[object] = [node.domain, node.op_type, *imports.items()]
     key += [bool(value.name) for value in node.outputs]
@@ -292,11 +281,12 @@ def _inference_key(node: ir.Node, imports: Mapping[str, int]) -> tuple[object, .
         if read is None or not read.name:
             key.append(None)
             continue
-        tensor = constant_tensor(read)
         kind = read.type  # whose hash onnx-ir makes of its representation as text
         key.append(kind.dtype if type(kind) is ir.TensorType else kind)
-        key.append(None if read.shape is None else dims_of(read.shape))
-        key.append(None if tensor is None else _content(tensor))
+        if sizes:
+            tensor = constant_tensor(read)
+            key.append(None if read.shape is None else dims_of(read.shape))
+            key.append(None if tensor is None else _content(tensor))
     return tuple(key)
 
 
