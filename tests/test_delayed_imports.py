@@ -62,6 +62,20 @@ print(total.evaluate({"n": 4}))
     assert printed(session + LOADED + arithmetic + LOADED) == ["False", "5", "True"]
 
 
+@pytest.mark.slow
+def test_training_imports_nothing_that_few_use() -> None:
+    """Beyond what the packages below import."""
+    code = """
+import sys
+import numpy, onnx, onnx_ir, onnxruntime
+before = {*sys.modules}
+from ortops import TrainingSession, build_training_model
+names = ("html", "numpy.random", "email", "multiprocessing", "sqlite3", "subprocess", "unittest")
+print(*(name for name in names if name in sys.modules.keys() - before))
+"""
+    assert printed(code) == []
+
+
 @pytest.mark.nightly(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["ortops, onnx_ir, sympy", "sympy, ortops, onnx_ir"])

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -512,6 +513,49 @@ def test_an_end_that_the_tokenizer_appends(tmp_path: Path, here: None) -> None:
 
 
 # ------------------------------------------------------------------------- kinds of rows
+
+
+def test_a_prompt_is_what_both_answers_begin_with(tmp_path: Path, here: None) -> None:
+    """As in TRL, where rows have no prompt: texts like those of HH-RLHF, and chats."""
+    tokenizer = opened(tmp_path / "base", template=template_of("ChatML"))
+    folder: Any = SimpleNamespace(has_tokenizer=True)
+    kind = Comparisons(folder, lambda: tokenizer, None)
+
+    def read(row: dict[str, Any]) -> list[str]:
+        ((chosen, rejected),) = kind.read([row], 99, "assistant")
+        return [kind._marked(each) for each in (chosen, rejected)]
+
+    start = "\n\nHuman: a\n\nAssistant:"
+    texts = {"chosen": f"{start} b c", "rejected": f"{start} d"}
+    apart = {"prompt": start, "chosen": " b c", "rejected": " d"}
+    assert read(texts) == read(apart)
+    assert read(texts) == [f"{start}«{reply}</s>»" for reply in (" b c", " d")]
+    inside = read({"chosen": "a b", "rejected": "a bc"})  # one begins as the other
+    assert inside == read({"prompt": "a b", "chosen": "", "rejected": "c"})
+    first, early, late = said("a", "b"), said("c", "d"), said("c", "e")
+    other = said("a", "x")
+    assert read({"chosen": [*first, *early], "rejected": [*first, *late]}) == read(
+        {"prompt": [*first, early[0]], "chosen": early[1:], "rejected": late[1:]}
+    )
+    marked = read({"chosen": [*first, *early], "rejected": [*other, *early]})
+    assert [each.count("«") for each in marked] == [2, 2]
+    behind = {"chosen": [first[1], *early], "rejected": [other[1], *early]}
+    assert read({"prompt": first[:1], **behind}) == marked
+    whole = shown(tokenizer, {"messages": [*first, *early]})
+    assert marked[:1] == whole
+    with pytest.raises(ortops.FeedError, match="texts without prompt must begin with the same"):
+        read({"chosen": "a", "rejected": "b"})
+    changing = tmp_path / "changing"
+    tokenizer = opened(changing, template=CHANGING)
+    with pytest.raises(ortops.FeedError, match="leave out what follows the first reply that diff"):
+        read({"chosen": [*first, *early], "rejected": [*other, *early]})
+
+
+CHANGING = (
+    "{% for m in messages %}{{ m.role }} "
+    "{{ m.content if loop.last or m.role == 'user' else 'gone' }}|{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
 
 
 def test_chats_that_other_libraries_write(

@@ -86,9 +86,10 @@ def is_random(op_type: str) -> bool:
 
 
 def _row(*op_types: str, domain: str = "", **facts: Any) -> None:
+    row = Operator(**facts)
     for op_type in op_types:
         assert (domain, op_type) not in OPERATORS, op_type
-        _OPERATORS[domain, op_type] = Operator(**facts)
+        _OPERATORS[domain, op_type] = row
 
 
 # ------------------------------------------------------------------------------- element by element

@@ -216,7 +216,7 @@ class Sequences(RowKind):
 class Comparisons(Sequences):
     """Rows with ``prompt``, ``chosen`` and ``rejected``: texts, chats, or tokens.
 
-    Without ``prompt``, the answers are whole chats, which end with the reply.
+    Without ``prompt``, it is what both answers begin with, texts or chats.
     """
 
     needs_one = "DPO"
@@ -226,7 +226,7 @@ class Comparisons(Sequences):
         """See `RowKind`."""
         if not _is_preference(row):
             raise FeedError("data: for DPO, each row must have chosen and rejected")
-        pair = tuple(self._answer(row, name) for name in ANSWERS)
+        pair = tuple(self._answers(row))
         length = length_of(pair)
         if length > reading.max_length:  # a truncated answer would lose what makes it better
             raise FeedError(
@@ -237,17 +237,55 @@ class Comparisons(Sequences):
             raise FeedError(f"data: row {number} has an empty answer; leave the row out")
         return [pair]
 
-    def _answer(self, row: Mapping[str, Any], name: str) -> Example:
-        """Returns an answer with its prompt, of which only the answer is trained."""
-        prompt, reply = row.get("prompt", []), row[name]
-        if isinstance(reply, str) and not is_chat(prompt):
-            return answer(row["prompt"], reply, self.tokenizer())
-        if isinstance(reply, str) or is_chat(reply):
-            messages = with_system(row, whole_chat(messages_in(prompt), reply))
-            more = template_settings(row)
-            return chat(messages, self.tokenizer(), "completion", more)[0][0]
-        tokens = [*tokens_of(prompt, self.words), *tokens_of(reply, self.words)]
-        return example_of(tokens, [place >= len(prompt) for place in range(len(tokens))])
+    def _answers(self, row: Mapping[str, Any]) -> Iterator[Example]:
+        """Yields the answers with their prompt, of which only the answers are trained."""
+        prompt, replies = row.get("prompt", []), [row[name] for name in ANSWERS]
+        if is_chat(prompt) or any(map(is_chat, replies)):
+            before = messages_in(prompt)
+            chats = [with_system(row, whole_chat(before, reply)) for reply in replies]
+            shared = min(_shared(chats), *(len(each) - 1 for each in chats))
+            for messages in chats:
+                yield self._reply(messages, shared, template_settings(row))
+        elif any(isinstance(reply, str) for reply in replies):
+            if "prompt" not in row:
+                prompt, replies = _split(replies)
+            yield from (answer(prompt, reply, self.tokenizer()) for reply in replies)
+        else:
+            for reply in replies:
+                tokens = [*tokens_of(prompt, self.words), *tokens_of(reply, self.words)]
+                yield example_of(tokens, [place >= len(prompt) for place in range(len(tokens))])
+
+    def _reply(
+        self, messages: Sequence[Mapping[str, Any]], shared: int, more: Mapping[str, Any]
+    ) -> Example:
+        """Returns a chat, of which the replies behind the shared messages are trained."""
+        before = [{**each, "weight": 0} for each in messages[:shared]]
+        found, *others = chat([*before, *messages[shared:]], self.tokenizer(), TRAIN_ON[0], more)[0]
+        if others:
+            raise ValueError(
+                "the chats differ before their last reply, and the template changes earlier ones; "
+                "leave out what follows the first reply that differs"
+            )
+        return found
+
+
+def _shared(answers: Sequence[Sequence[Any]]) -> int:
+    """Returns how much two answers have in common at their beginning."""
+    differ = (n for n, (one, other) in enumerate(zip(*answers, strict=False)) if one != other)
+    return next(differ, min(map(len, answers)))
+
+
+def _split(answers: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the prompt that two texts begin with, and what follows it, as in TRL.
+
+    Raises:
+        ValueError: If they do not begin with the same text.
+    """
+    shared = _shared(answers)
+    shared -= answers[0][:shared].endswith(" ")  # a token usually begins with the space before it
+    if not shared:
+        raise ValueError("texts without prompt must begin with the same text, their prompt")
+    return answers[0][:shared], [each[shared:] for each in answers]
 
 
 class SequencePairs(RowKind):

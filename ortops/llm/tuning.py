@@ -312,7 +312,8 @@ class FineTuning:
 
                 A list of tokens is a row, too. The token that ends a text is added to texts and
                 completions; chats get what their template writes. Rows for DPO have ``prompt``,
-                ``chosen`` and ``rejected``: texts, chats, or tokens.
+                ``chosen`` and ``rejected``: texts, chats, or tokens. Without ``prompt``, it is what
+                both answers, texts or chats, begin with.
             epochs: The number of passes over the data.
             batch_size: The number of rows (for DPO, pairs) per batch. Shorter rows are padded.
             max_length: The largest number of tokens of a row; longer rows are truncated. The

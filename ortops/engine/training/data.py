@@ -24,7 +24,7 @@ from ortops.errors import FREE_BATCH, FeedError
 Data: TypeAlias = Any
 """A data set in one of the forms that `open_data` takes."""
 
-_Read: TypeAlias = Callable[[int, np.random.Generator | None, int], Iterator[Checked]]
+_Read: TypeAlias = "Callable[[int, np.random.Generator | None, int], Iterator[Checked]]"
 
 
 @dataclass(frozen=True)

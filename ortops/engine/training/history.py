@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -159,4 +158,6 @@ def _shown(value: float) -> str:
 
 
 def _line(cells: Iterable[str], kind: str) -> str:
+    import html  # only here: notebooks ask for it
+
     return "<tr>" + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in cells) + "</tr>"

@@ -153,7 +153,7 @@ def _pass(at: Site) -> list[tuple[ir.Value, Tensor]]:
     attributes = _attributes(at, rule)
     if isinstance(rule, Definition) and rule.gradient is not None and rule.keep(node):
         with _named(node):
-            returned = _through_rule(at, NestedRule(rule.gradient, rule.attributes), attributes)
+            returned = _through_rule(at, NestedRule(rule.gradient), attributes)
     elif isinstance(rule, Definition):
         returned = _through_definition(at, rule, attributes)
     else:

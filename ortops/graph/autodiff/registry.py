@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 import onnx_ir as ir
@@ -36,7 +37,6 @@ class Rule:
         elementwise: Whether inputs are broadcast to the output's shape, so that cotangents must be
             summed over the broadcast axes.
         needs: Indices of optional outputs that the rule reads; they are added to the forward node.
-        attributes: The names of the attributes that the rule supports.
         quantizes: Whether the first output has a cotangent although it is integer: that of the real
             numbers before rounding.
         limits: Limitations, for the table of operators.
@@ -44,12 +44,16 @@ class Rule:
     """
 
     function: Function
-    attributes: frozenset[str]
     elementwise: bool = False
     needs: tuple[int, ...] = ()
     quantizes: bool = False
     limits: str = ""
     when: Callable[[ir.Node], bool] | None = None
+
+    @cached_property
+    def attributes(self) -> frozenset[str]:
+        """The names of the attributes that the rule supports."""
+        return _attributes(self.function)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,6 @@ class Definition:
 
     Attributes:
         function: ``(*inputs, **attributes)`` → the outputs, None for those that are not supported.
-        attributes: The names of the attributes that the definition supports.
         keep: Whether the forward pass keeps a node, and only the backward pass computes the
             definition.
         after: With ``keep``: ``(y, *inputs, **attributes)`` → what the forward pass continues with
@@ -105,12 +108,16 @@ class Definition:
     """
 
     function: Function
-    attributes: frozenset[str]
     keep: Callable[[ir.Node], bool] = _never
     after: Function | None = None
     gradient: Function | None = None
     quantizes: bool = False
     limits: str = ""
+
+    @cached_property
+    def attributes(self) -> frozenset[str]:
+        """The names of the attributes that the definition supports."""
+        return _attributes(self.function)
 
 
 AnyRule: TypeAlias = Rule | StructuralRule | ZeroRule | Definition
@@ -163,9 +170,7 @@ class Table:
             frozenset()
         """
         return self._registers(
-            lambda function: Rule(
-                function, _attributes(function), elementwise, tuple(needs), quantizes, limits, when
-            ),
+            lambda function: Rule(function, elementwise, tuple(needs), quantizes, limits, when),
             *op_types,
             domain=domain,
         )
@@ -175,9 +180,7 @@ class Table:
     ) -> Callable[[_F], _F]:
         """Registers a rule that differentiates nodes that it emits; see `NestedRule` and `vjp`."""
         return self._registers(
-            lambda function: NestedRule(
-                function, _attributes(function), needs=tuple(needs), limits=limits
-            ),
+            lambda function: NestedRule(function, needs=tuple(needs), limits=limits),
             *op_types,
             domain=domain,
         )
@@ -237,9 +240,7 @@ class Table:
         """
         kept = keep if callable(keep) else _always if keep else _never
         return self._registers(
-            lambda function: Definition(
-                function, _attributes(function), kept, after, gradient, quantizes, limits
-            ),
+            lambda function: Definition(function, kept, after, gradient, quantizes, limits),
             *op_types,
             domain=domain,
         )
