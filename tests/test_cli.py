@@ -209,6 +209,22 @@ def test_eval_of_a_model_without_training(folder, capsys):
 
 
 @pytest.mark.slow
+def test_classes_are_weighted_by_name(folder, capsys):
+    found = []
+    for weights in ('{"east": 3, "rest": 0.5}', '{"0": 3, "2": 0.5}'):
+        options = ("--class-weight", weights, "--epochs", "2", "--save", "trained.onnx", "--force")
+        assert train(*options, data="train.csv") == 0
+        capsys.readouterr()
+        options = ("--data", "train.csv", "--class-weight", weights, "--json")
+        assert run("eval", "trained.onnx", *options) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert run("eval", "trained.onnx", "--data", "train.csv", "--class-weight", '{"west": 1}') == 1
+    told = capsys.readouterr().err
+    assert """got '{"west": 1}'; the classes are 0 east, 1 north, 2 rest""" in told
+
+
+@pytest.mark.slow
 def test_a_table_with_class_names(folder, capsys):
     assert train("--epochs", "20", "--save", "trained.onnx", data="train.csv") == 0
     told = capsys.readouterr().err
@@ -227,6 +243,37 @@ def test_a_table_with_class_names(folder, capsys):
 
 
 @pytest.mark.slow
+def test_columns_are_those_of_the_training(folder, capsys):
+    """Whatever their order is in another table, and which columns it has besides."""
+    text = Path("train.csv").read_text().replace("x,y,labels", "a,b,kind")
+    Path("named.csv").write_text(text)
+    rows = [row.split(",") for row in text.splitlines()]
+    swapped = "\n".join(f"id,{row[1]},{row[2]},{row[0]}" for row in rows) + "\n"
+    Path("swapped.csv").write_text(swapped.replace("id,b", "more,b", 1).replace("\nid,", "\n7,"))
+    options = ("--columns", "labels=kind", "--validation", "swapped.csv", "--log", "log.csv")
+    assert train("--epochs", "20", "--save", "trained.onnx", *options, data="named.csv") == 0
+    assert run("export", "trained.onnx", "served.onnx") == 0
+    losses = []
+    for name in ("named.csv", "swapped.csv"):
+        capsys.readouterr()
+        assert run("eval", "trained.onnx", "--data", name, "--json") == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+        assert run("predict", "served.onnx", "--data", name, "--output", f"{name}.npz") == 0
+    assert losses[0] == pytest.approx(losses[1])
+    last = Path("log.csv").read_text().splitlines()[-1].split(",")
+    assert float(last[2]) == pytest.approx(losses[0], rel=1e-4)
+    found = [np.load(f"{name}.csv.npz")["probabilities"] for name in ("named", "swapped")]
+    np.testing.assert_array_equal(*found)
+    Path("fewer.csv").write_text("a,c,kind\n1,2,rest\n")
+    assert run("eval", "trained.onnx", "--data", "fewer.csv") == 1
+    told = capsys.readouterr().err
+    assert "no column 'b', of which input 'points' was formed in training, with a, b; give" in told
+    Path("others.csv").write_text("u,v,kind\n1,2,rest\n")
+    assert run("eval", "trained.onnx", "--data", "others.csv") == 0
+    assert "input 'points' is formed from the columns u, v" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_columns_are_named(folder, capsys):
     text = Path("train.csv").read_text().replace("x,y,labels", "a,b,kind")
     Path("named.csv").write_text(text)
@@ -235,7 +282,7 @@ def test_columns_are_named(folder, capsys):
     assert accuracy("trained.onnx") > 0.95
     assert train(data="named.csv") == 1
     assert (
-        "has no column for input 'points'; give --columns points=COLUMN" in capsys.readouterr().err
+        "has no column for input 'labels'; give --columns labels=COLUMN" in capsys.readouterr().err
     )
     assert train("--columns", "points=a,c", "labels=kind", data="named.csv") == 1
     assert "there is no column 'c'" in capsys.readouterr().err
@@ -316,6 +363,35 @@ def test_a_folder_of_images_by_class(pictures, capsys):
     evaluation = ["eval", "tinted.onnx", "--data", "photos", "--scale", "255", "--mean", "0.5"]
     assert run(*evaluation, "--metrics", "accuracy", "--json") == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.optional("PIL", "images")
+def test_pixels_are_prepared_as_in_training(pictures, capsys):
+    numbers = ["--scale", "100", "--mean", "0.5", "--std", "2"]
+    arguments = ["train", "tint.onnx", "--data", "photos", "--loss", "SoftmaxCrossEntropy"]
+    assert run(*arguments, *numbers, "--save", "tinted.onnx") == 0
+    assert run("export", "tinted.onnx", "served.onnx") == 0
+    found: list[Any] = []
+    for number, given in enumerate((numbers, ["--std", "2.0"], [])):
+        capsys.readouterr()
+        assert run("eval", "tinted.onnx", "--data", "photos", *given, "--json") == 0
+        found.append(json.loads(capsys.readouterr().out))
+        options = ("--data", "photos", "--output", f"{number}.npz")
+        assert run("predict", "served.onnx", *options, *given) == 0
+    told = capsys.readouterr().err
+    assert "pixels of 'photos' are prepared as in training: scale 100.0, mean 0.5, std 2.0" in told
+    assert found[0] == found[1] == found[2]
+    logits = [np.load(f"{number}.npz")["logits"] for number in range(3)]
+    np.testing.assert_array_equal(logits[0], logits[1])
+    np.testing.assert_array_equal(logits[0], logits[2])
+    assert run("predict", "tint.onnx", "--data", "photos", "--output", "plain.npz", *numbers) == 0
+    model = onnx.load("tinted.onnx")
+    (entry,) = (each for each in model.metadata_props if each.key == "ortops.pixels")
+    entry.value = '{"mean": ["x"]}'
+    onnx.save(model, "hostile.onnx")
+    assert run("eval", "hostile.onnx", "--data", "photos") == 1
+    assert "'ortops.pixels' must have numbers, got ['x']" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -1056,7 +1132,9 @@ def test_hostile_configurations(folder, capsys, content, told):
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000])
-@pytest.mark.parametrize("key", ["ortops.train", "ortops.classes", "ortops.lora"])
+@pytest.mark.parametrize(
+    "key", ["ortops.train", "ortops.classes", "ortops.columns", "ortops.pixels", "ortops.lora"]
+)
 def test_hostile_metadata(folder, capsys, key, text):
     assert train("--save", "trained.onnx") == 0
     model = onnx.load("trained.onnx")

@@ -349,9 +349,25 @@ def test_an_index_of_pandas_is_no_input() -> None:
     assert found.arrays["x"].tolist() == [1]
 
 
+def test_columns_that_an_input_does_not_take_are_refused() -> None:
+    told = refused(write("a,weight,b,labels\n1,2,3,0\n"), X, LABELS)
+    assert "input 'x' takes 2 columns, but 3 remain for it, a, weight, b; give --columns x=" in told
+
+
+def test_usual_columns_are_taken_in_their_order() -> None:
+    data = write("b,id,a,labels\n1,2,3,0\n")
+    found = read_data(data, [X, LABELS], usual={"x": ["a", "b"], "labels": ["kind"]})
+    np.testing.assert_array_equal(found.arrays["x"], [[3, 1]])
+    assert found.columns == {"x": ["a", "b"]}
+    found = read_data(data, [X, LABELS], columns={"x": ["id", "b"]}, usual={"x": ["a", "b"]})
+    np.testing.assert_array_equal(found.arrays["x"], [[2, 1]])
+
+
 def test_many_columns_are_not_all_shown() -> None:
     names = [f"pixel{number}" for number in range(784)]
-    found = read_data(write(",".join(names) + "\n" + ",".join("0" * 784)), [X])
+    found = read_data(
+        write(",".join(names) + "\n" + ",".join("0" * 784)), [wanted("x", np.float32, 784)]
+    )
     (sentence,) = found.said
     assert sentence.startswith("input 'x' is formed from the columns pixel0, pixel1, ")
     assert sentence.endswith(", pixel19 and 764 more")

@@ -414,6 +414,20 @@ def test_the_end_of_a_schedule_that_a_limit_keeps_from_being_reached(
     assert "ends after" in caplog.text
 
 
+def test_a_schedule_that_had_the_length_of_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    """Its rate is 0 from there on, also if the number of epochs stays."""
+    for limit, ends in ((None, False), (2 * BATCHES, False), (4, True)):
+        caplog.clear()
+        session = TrainingSession(model(SGD(ortops.schedules.cosine(0.1))))
+        session.fit(DATA, max_steps=limit, callbacks=[StopAt(3)], **arguments(epochs=2))
+        assert session.steps_done == 3
+        session.fit(DATA, max_steps=limit, resume=True, **arguments(epochs=2))
+        assert "ends after" not in caplog.text
+        history = session.fit(DATA, resume=True, **arguments(epochs=2))
+        assert ("ends after 4 steps" in caplog.text) == ends
+        assert (history[-1]["learning_rate"] == 0) == ends
+
+
 # ------------------------------------------------------------------------------- max_minutes
 
 

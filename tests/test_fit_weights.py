@@ -6,11 +6,12 @@ import logging
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from models.mlp import mlp
 from ortops import ArgumentError, FeedError, TrainingSession, build_training_model, metrics
-from ortops.losses import BinaryCrossEntropyWithLogits, MeanSquaredError, SoftmaxCrossEntropy
+from ortops.losses import BinaryCrossEntropyWithLogits, Focal, MeanSquaredError, SoftmaxCrossEntropy
 from ortops.optimizers import SGD, Adam
 
 ROWS = 22
@@ -159,6 +160,20 @@ def test_classes_of_yes_and_no() -> None:
     w = np.where(targets[:, 0] == 1, 3.0, 1.0)
     other.fit({"images": data["images"], "targets": targets}, sample_weight=w, **call)
     same(one, other)
+
+
+def test_classes_of_a_loss_that_looks_at_the_end_of_the_model() -> None:
+    """Focal of a model that ends in a Softmax compares with labels; of two weights, both count."""
+    network = onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["": 21]>
+        g (float[n, 3] x) => (float[n, 3] p) <float[3] b = {0.0, 0.0, 0.0}> {
+            z = Add(x, b)  p = Softmax(z) }"""
+    )
+    made = TrainingSession(build_training_model(network, loss=Focal(gamma=0.0), optimizer="SGD"))
+    x, labels = np.log([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]]), np.array([0, 2])
+    data = {"x": x.astype(np.float32), "labels": labels}
+    found = made.evaluate(data, class_weight={0: 3.0, 2: 0.5})["loss"]
+    np.testing.assert_allclose(found, (3 * np.log(2) + 0.5 * np.log(8)) / 3.5, rtol=1e-6)
 
 
 @pytest.mark.optional("pandas", "tables")

@@ -24,7 +24,7 @@ import torch
 import transformers
 from lora_models import outputs, random_adapter, values, with_values
 from torch import nn
-from torch_exports import exported_by
+from torch_exports import exported_by, quietly_exported
 
 import ortops
 from ortops import ModelError, TrainingSession, UnsupportedError, lora
@@ -305,6 +305,54 @@ def test_convolutions(exporter: str, tmp_path: Path) -> None:
     lora.to_peft(model, tmp_path / "back")
     loaded = peft.PeftModel.from_pretrained(module, tmp_path / "back").eval()
     np.testing.assert_allclose(computed(loaded, x), expected, atol=1e-4)
+
+
+def normalized_images() -> nn.Module:
+    """Two convolutions, each with a BatchNormalization, and one without."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        *(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6, momentum=0), nn.ReLU()),
+        *(nn.Conv2d(6, 4, 1), nn.BatchNorm2d(4, momentum=0), nn.Conv2d(4, 2, 1)),
+    )
+    for norm in (module[1], module[4]):
+        torch.nn.init.uniform_(norm.weight, 2, 4)
+        torch.nn.init.uniform_(norm.running_var, 0.1, 0.5)
+    return module.eval()
+
+
+def test_a_folded_batch_normalization(tmp_path: Path) -> None:
+    """PEFT's adapter is in front of it, so that the file cannot have the same adapter."""
+    module, x = normalized_images(), np.random.default_rng(1).standard_normal((2, 3, 8, 8))
+    images = torch.from_numpy(x.astype(np.float32))
+    wrapped = randomized(module, peft.LoraConfig(r=2, lora_alpha=8, target_modules=["0", "3"]))
+    wrapped.save_pretrained(tmp_path / "given")
+    folded = quietly_exported(
+        module, {"x": images}, exporter="torchscript", axes={0: "batch"}, output="y"
+    )
+    assert not any(node.op_type == "BatchNormalization" for node in folded.graph.node)
+    with pytest.raises(UnsupportedError, match=r"layer '[03]': a BatchNormalization was folded"):
+        lora.from_peft(folded, tmp_path / "given")
+    with pytest.raises(UnsupportedError, match=r"layer '3': a BatchNormalization was folded"):
+        lora.to_peft(lora.add(folded, rank=2, targets=["3"]), tmp_path / "out")
+    whole_layer: dict[str, Any] = {"modules_to_save": ["3"]}
+    config = peft.LoraConfig(r=2, target_modules=["5"], **whole_layer)
+    peft.get_peft_model(copy.deepcopy(module), config).save_pretrained(tmp_path / "whole")
+    with pytest.raises(UnsupportedError, match=r"layer '3': a BatchNormalization was folded"):
+        lora.from_peft(folded, tmp_path / "whole")
+    model = lora.add(folded, rank=2, targets=["5"], **whole_layer)
+    with pytest.raises(UnsupportedError, match=r"layer '3': a BatchNormalization was folded"):
+        lora.to_peft(model, tmp_path / "out")
+    whole = quietly_exported(
+        module, {"x": images}, exporter="training", axes={0: "batch"}, output="y"
+    )
+    for node in whole.graph.node:  # as it is served
+        del node.output[1:]
+        for attribute in node.attribute:
+            attribute.i = 0 if attribute.name == "training_mode" else attribute.i
+    model = lora.from_peft(whole, tmp_path / "given")
+    expected = computed(wrapped, images.numpy())
+    found = outputs(model, {"x": images.numpy()})[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)  # some 500
 
 
 def test_an_adapter_that_began_here(tmp_path: Path) -> None:

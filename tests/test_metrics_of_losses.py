@@ -72,6 +72,33 @@ def test_classes_are_along_the_axis_of_the_loss(axis: int) -> None:
 
 
 @pytest.mark.quick(2)
+@pytest.mark.parametrize("loss", ["MeanSquaredError", "BinaryCrossEntropy", "KullbackLeibler"])
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_one_hot_targets_of_a_softmax_are_classes(loss: str, axis: int) -> None:
+    """As in Keras, whatever the loss is; metrics of numbers compare the numbers."""
+    shape = (5, 3) if axis == -1 else (3, 5)
+    nodes = f"a = Mul(x, w) y = Softmax<axis = {axis}>(a)"
+    own = session(f"batch, {shape[0]}, {shape[1]}", nodes, loss, *shape)
+    x, labels = RNG(3).normal(size=(9, *shape)).astype(np.float32), RNG(4).integers(0, 3, (9, 5))
+    targets = np.moveaxis(np.eye(3, dtype=np.float32)[labels], -1, axis)
+    y = own.predict({"x": x}, outputs="y")
+    data = {"x": x, "targets": targets}
+    found = own.evaluate(data, metrics=["accuracy", "f1", TopK(2), "mae"], batch_size=4)
+    best = y.argmax(axis)
+    assert found["accuracy"] == pytest.approx((best == labels).mean())
+    assert found["f1"] == pytest.approx(f1_of(best, labels, 3))
+    second = np.argsort(-np.moveaxis(y, axis, -1), -1)[..., :2]
+    assert found["top_k"] == pytest.approx((second == labels[..., None]).any(-1).mean())
+    if loss != "KullbackLeibler":  # it reads logarithms
+        assert found["mae"] == pytest.approx(np.abs(y - targets).mean(), rel=1e-5)
+    last = own.fit(data, metrics=["accuracy"], train_metrics=True, batch_size=9, progress=False)[-1]
+    assert last["accuracy"] == found["accuracy"]
+    named = own.evaluate(data, metrics={"y": ["accuracy"]})["accuracy_y"]
+    best = own.predict({"x": x}, outputs="y").argmax(axis)
+    assert named == pytest.approx((best == labels).mean())
+
+
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("loss", "nodes", "threshold"),
     [

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 import ortops
-from ortops import FeedError, ModelError, OrtopsError, TrainingSession
+from ortops import ArgumentError, FeedError, ModelError, OrtopsError, TrainingSession
 from ortops.cli import main
 from ortops.graph.row_axes import row_axes
 
@@ -33,6 +33,19 @@ W = np.array([[1, 0], [0, 1], [1, 1], [0, 0]], np.float64)
 def session(text: str, **arguments: Any) -> TrainingSession:
     arguments = {"loss": "MeanSquaredError", "optimizer": "SGD", **arguments}
     return TrainingSession(ortops.build_training_model(parsed(text), **arguments))
+
+
+class Samples:
+    """Samples by number."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.samples[number]
 
 
 def drawn(*shape: int) -> Any:
@@ -119,6 +132,67 @@ def test_labels_with_time_first() -> None:
     assert found["loss"] == pytest.approx(each.mean(), rel=1e-6)
     assert found["accuracy"] == pytest.approx((y.argmax(-1) == data["labels"]).mean())
     made.fit(data, batch_size=4, progress=False)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("batch_size", [2, 4, 32])
+@pytest.mark.parametrize("classes", [1, 2])
+def test_metrics_with_time_first(batch_size: int, classes: int) -> None:
+    """Questions are those of the second axis of a row, the time, as where rows come first."""
+    model = (
+        TIME
+        if classes == 2
+        else TIME.replace("[1,0,2]", "[1,2,0]").replace("batch, 2]", "2, batch]")
+    )
+    data, y = time_data()
+    draw = np.random.default_rng(2)
+    if classes == 2:  # on the last axis
+        targets = draw.integers(0, 2, (5, ROWS, 2)).astype(np.float32)
+        made = session(model, loss=ortops.losses.BinaryCrossEntropyWithLogits("y"))
+        hits, truths = np.swapaxes(y > 0, 0, 1), np.swapaxes(targets, 0, 1) > 0
+        both, either = (hits & truths).sum((0, 2)), hits.sum((0, 2)) + truths.sum((0, 2))
+        named, f1 = {"targets": targets}, (2 * both / either).mean()
+    else:  # on axis 1, before the rows
+        labels = draw.integers(0, 2, (5, ROWS))
+        made = session(model, loss=ortops.losses.SoftmaxCrossEntropy("y"))
+        best = y.argmax(-1)
+        named = {"labels": labels}
+        f1 = 2 * (best & labels).sum() / (best.sum() + labels.sum())
+    given = {"x": data["x"], **named}
+    found = made.evaluate(given, batch_size=batch_size, metrics=["f1", "accuracy"])
+    assert found["f1"] == pytest.approx(f1)
+    kept = {"batch_size": batch_size, "shuffle": False, "progress": False}
+    made.learning_rate = 1e-12
+    last = made.fit(given, metrics=["f1"], train_metrics=True, **kept)[-1]
+    assert last["f1"] == pytest.approx(f1)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("batch_size", [2, 5, 32])
+@pytest.mark.parametrize("form", ["dict", "samples"])
+@pytest.mark.parametrize("names", [("time", "batch"), ("T", "N")])
+def test_weights_of_rows_with_time_first(
+    batch_size: int, form: str, names: tuple[str, str]
+) -> None:
+    text = TIME.replace("time", names[0]).replace("batch", names[1])
+    data, y = time_data()
+    w = np.arange(1.0, ROWS + 1)
+    errors = (y - data["targets"]) ** 2
+    expected = (errors * w[:, None]).sum() / np.broadcast_to(w[:, None], errors.shape).sum()
+    given: Any = data
+    if form == "samples":
+        given = Samples([(data["x"][i], data["targets"][:, i]) for i in range(ROWS)])
+    made = session(text)
+    found = made.evaluate(given, sample_weight=w, batch_size=batch_size, metrics=["mse"])
+    assert found["loss"] == pytest.approx(expected, rel=1e-6)
+    assert found["mse"] == pytest.approx(expected, rel=1e-6)
+    made.fit(given, sample_weight=w, batch_size=batch_size, progress=False)
+    built = session(
+        text.replace("batch", "N"), loss=ortops.losses.MeanSquaredError(sample_weight="v")
+    )
+    if names[1] == "N":
+        with pytest.raises(ArgumentError, match=r"'v' of shape \[T\] has no axis for the rows"):
+            built.evaluate(given, sample_weight=w)
 
 
 def test_samples_and_tables_have_rows_first() -> None:

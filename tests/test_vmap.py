@@ -534,18 +534,20 @@ def test_scans_and_branches_compute_all_entries_at_once(mapped: list[str], axes:
 def test_outputs_that_are_inputs_or_constants_keep_their_names() -> None:
     text = """
     <ir_version: 10, opset_import: ["" : 21]>
-    ends (float[3] x, float[3] z) => (float[3] x, float[3] y, float[2] c, float[3] z)
+    ends (float[3] x, float[3] z) => (float[3] x, float[3] y, float[2] c, float[3] z, float[2] w)
     <float[2] w = {1, 2}>
     { y = Neg (x) c = Identity (w) }
     """
     model = onnx.parser.parse_model(text)
     found = derivatives.vmap(model, {"x": 0})
-    assert [value.name for value in found.graph.output] == ["x", "y", "c", "z_1"]
+    assert [value.name for value in found.graph.output] == ["x", "y", "c", "z_1", "w_1"]
     assert [value.name for value in found.graph.input] == ["x", "z"]
+    assert [value.name for value in found.graph.initializer] == ["w"]
     x, z = images(4, 3), images(3, seed=1)
     results = run_session(plain_session(found), {"x": x, "z": z})
-    for array, expected in zip(results, (x, -x, [[1, 2]] * 4, [z] * 4), strict=True):
-        np.testing.assert_array_equal(array, expected)
+    expected = (x, -x, [[1, 2]] * 4, [z] * 4, [[1, 2]] * 4)
+    for array, each in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(array, each)
 
 
 def test_sequences_at_the_ends_are_refused() -> None:

@@ -283,6 +283,98 @@ def test_a_batch_normalization_elsewhere_is_not_folded() -> None:
     assert len(match(mlp.mlp((4, 16, 2)), checkpoint)) == 4
 
 
+@pytest.mark.parametrize("is_turned", [True, False])
+def test_a_square_weight_lies_as_its_neighbours(is_turned: bool) -> None:
+    """A model of [in, out] weights that has the names of torch, which has [out, in]."""
+    text = """f (float[n, 3] x) => (float[n, 2] y) {
+        h = MatMul (x, a_weight)
+        g = MatMul (h, b_weight)
+        y = MatMul (g, c_weight)
+    }"""
+    sizes = {"a_weight": (3, 5), "b_weight": (5, 5), "c_weight": (5, 2)}
+    model = model_of(text, **{name: numbers(*shape) for name, shape in sizes.items()})
+    arrays = {name: numbers(*shape) for name, shape in sizes.items()}
+    x = numbers(4, 3)
+    expected = x @ arrays["a_weight"] @ arrays["b_weight"] @ arrays["c_weight"]
+    source = {name: array.T if is_turned else array for name, array in arrays.items()}
+    np.testing.assert_allclose(run(load(model, source), {"x": x})[0], expected, rtol=1e-4)
+    kept = arrays_of(model)["b_weight"]  # values tell
+    found = match(model, {name: kept if name == "b_weight" else a for name, a in source.items()})
+    assert found["b_weight"] == (Place("b_weight", "name"),)
+
+
+def test_nothing_tells_how_square_weights_lie(caplog: pytest.LogCaptureFixture) -> None:
+    text = "f (float[n, 3] x) => (float[n, 3] y) { h = MatMul (x, a) y = MatMul (h, b) }"
+    model, x = model_of(text, a=numbers(3, 3), b=numbers(3, 3)), numbers(4, 3)
+    match(model, arrays_of(model))
+    assert not caplog.text
+    source = {"a": numbers(3, 3), "b": numbers(3, 3)}
+    loaded = load(model, source)
+    np.testing.assert_allclose(run(loaded, {"x": x})[0], x @ source["a"] @ source["b"], rtol=1e-4)
+    message = "square weights transposed, as those of PyTorch's Linear; they stay as they are: "
+    assert f"{message}'a', 'b'; give names=" in caplog.text
+    names = {name: Place(name, order=(1, 0)) for name in source}
+    loaded = load(model, source, names)
+    expected = x @ source["a"].T @ source["b"].T
+    np.testing.assert_allclose(run(loaded, {"x": x})[0], expected, rtol=1e-4, atol=1e-5)
+
+
+GEMMA = """f (float[n, 6] x) => (float[n, 6] y) {
+    h = Mul (x, norm)
+    y = Gemm <transB = 1> (h, fc_weight)
+}"""
+
+
+SCOPES = ("/norm/Mul", "/fc/Gemm")
+
+
+def computed(norm: str, *, kind: type = np.float32) -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """A model whose exporter computed 1 + weight, as in Gemma, and its checkpoint."""
+    checkpoint = {"norm.weight": numbers(6).astype(kind) / 4, "fc.weight": numbers(6, 6)}
+    model = onnx.parser.parse_model(HEAD + GEMMA)
+    for node, name, weight in zip(model.graph.node, SCOPES, (norm, "fc.weight"), strict=True):
+        node.name, node.input[1] = name, weight
+    held = {norm: np.float32(1 + checkpoint["norm.weight"]), "fc.weight": checkpoint["fc.weight"]}
+    model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in held.items())
+    return model, checkpoint
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+@pytest.mark.parametrize("norm", ["onnx::Mul_18", "norm.weight"])
+def test_a_weight_that_the_exporter_computed_is_refused(norm: str, kind: type) -> None:
+    model, checkpoint = computed(norm, kind=kind)
+    with pytest.raises(UnsupportedError, match=f"weight '{norm}': .* computed it from 'norm.weig"):
+        match(model, checkpoint)
+    with pytest.raises(UnsupportedError, match="Gemma's 1 \\+ weight"):
+        load(model, checkpoint)
+
+
+def test_another_checkpoint_of_a_weight_that_was_renamed(caplog: pytest.LogCaptureFixture) -> None:
+    """It may have been computed: only the checkpoint that was exported tells."""
+    model, checkpoint = computed("onnx::Mul_18")
+    other = {name: numbers(*array.shape) for name, array in checkpoint.items()}
+    load(model, other)
+    assert "renamed the weights of 'norm.weight', perhaps because it computed" in caplog.text
+    caplog.clear()
+    model.graph.initializer[0].CopyFrom(
+        numpy_helper.from_array(checkpoint["norm.weight"], "onnx::Mul_18")
+    )
+    load(match(model, checkpoint).attach(model), other)
+    load(model, checkpoint | {"fc.weight": other["fc.weight"]})
+    named, _ = computed("norm.weight")
+    load(named, {name: 2 * array for name, array in checkpoint.items()})
+    assert "renamed" not in caplog.text
+
+
+def test_a_checkpoint_trained_further_is_not_computed() -> None:
+    model, checkpoint = computed("norm.weight")
+    (norm,) = (t for t in model.graph.initializer if t.name == "norm.weight")
+    for noise in (1e-7, 1e-3, 1):
+        trained = checkpoint["norm.weight"] + np.float32(noise) * numbers(6)
+        norm.CopyFrom(numpy_helper.from_array(trained, "norm.weight"))
+        assert match(model, checkpoint)["norm.weight"] == (Place("norm.weight", "name"),)
+
+
 def test_weights_in_constants_and_functions() -> None:
     text = """f (float[n, 3] x) => (float[n, 2] y) {
         w = Constant <value = float[3, 2] {1, 2, 3, 4, 5, 6}> ()

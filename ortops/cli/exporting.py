@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
 import onnx
 
 from ortops import lora
-from ortops.cli.data import CLASSES_KEY, read_classes
+from ortops.cli.data import keep_notes
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import print_bytes, say
 from ortops.cli.streams import describe_stream, read_model, source, write_model
@@ -20,7 +19,6 @@ from ortops.engine.training.session import TrainingSession
 from ortops.errors import OrtopsError
 from ortops.graph.files.atomic import destination
 from ortops.graph.files.external import detach, serialize
-from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.saving import write_model as write_in_place
 
 
@@ -43,9 +41,7 @@ def export(options: argparse.Namespace) -> int:
         result = lora.merge(result)
     if options.quantize:
         result = _quantized(result)
-    classes = read_classes(model)
-    if classes:  # which the original file does not have
-        write_metadata(result, CLASSES_KEY, json.dumps(classes))
+    keep_notes(result, model)
     write_model(result, options.output)
     say(f"wrote {describe_stream(options.output)}")
     return 0

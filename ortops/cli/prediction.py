@@ -44,7 +44,7 @@ def predict(options: argparse.Namespace) -> int:
     every = wanted_inputs(model)
     labels = {one.name for one in every} | set(classes)
     ignored = labels - {one.name for one in inputs}
-    data = read_given(options, options.data, inputs, classes, ignored=ignored)
+    data = read_given(options, options.data, inputs, model, ignored=ignored)
     quiet = onnxruntime.SessionOptions()
     quiet.log_severity_level = 3  # it warns of each tensor of an adapter
     rows = row_axes_of_model(model)

@@ -15,12 +15,13 @@ import numpy as np
 from ortops import callbacks, losses, metrics, optimizers, schedules
 from ortops.cli import configuration
 from ortops.cli.calls import make, read_call
-from ortops.cli.data import CLASSES_KEY, Classes, read_classes, read_given
+from ortops.cli.data import Classes, note_data, read_classes, read_given
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import print_text, say
 from ortops.cli.streams import describe_stream, print_json, read_light_model, write_model
 from ortops.data.rows import Column, select
+from ortops.data.tables import numbered
 from ortops.data.wanted import DataFile, Wanted, row_axes_of, rows_of, wanted_inputs
 from ortops.engine.building.builder import build_light
 from ortops.engine.trainable.metadata import TrainingMetadata, training_metadata
@@ -83,7 +84,8 @@ def train(options: argparse.Namespace) -> int:
     if trainable and not resumes and options.learning_rate is not None:
         session.peak_learning_rate = _number(options)
     before = session.steps_done
-    _fit(session, training, validation, options, save, resumes=resumes)
+    classes = read_classes(model.proto)
+    _fit(session, training, validation, options, save, classes, resumes=resumes)
     if resumes and session.steps_done == before:
         say(
             f"the training in '{save}' is already finished; to train further, give a larger "
@@ -131,14 +133,13 @@ def _prepare(
     model: LightModel, options: argparse.Namespace
 ) -> tuple[LightModel, Columns, Columns | None]:
     """Returns the trainable model, the training data and the validation data."""
-    classes = read_classes(model.proto)
     if not model.proto.training_info:
         model = _build(model, options)
     inputs = _wanted_inputs(model, options)
-    data = read_given(options, options.data, inputs, classes)
+    data = read_given(options, options.data, inputs, model.proto)
     size = rows_of(data, row_axes_of(inputs))
-    training, validation = _parts(data, options, inputs, size, classes)
-    _note_classes(model, data)
+    note_data(model.proto, data)
+    training, validation = _parts(model, data, options, inputs, size)
     return model, training, validation
 
 
@@ -148,6 +149,7 @@ def _fit(
     validation: Columns | None,
     options: argparse.Namespace,
     save: str,
+    classes: Classes,
     *,
     resumes: bool,
 ) -> None:
@@ -160,7 +162,7 @@ def _fit(
     given = {name: value for name, value in found.items() if value is not None}
     given |= {
         "validation": validation,
-        "class_weight": _class_weight(options),
+        "class_weight": _class_weight(options, classes),
         "metrics": [metric(text) for text in options.metrics or ()],
         "progress": not options.quiet,
         "callbacks": [*_callbacks(options, bool(validation)), checkpoint],
@@ -223,14 +225,14 @@ def evaluate(options: argparse.Namespace) -> int:
         model = build_light(model, loss=_loss(options), optimizer="SGD")
     else:
         _refuse_algorithm(model, options)
-    classes = read_classes(model.proto)
-    data = read_given(options, options.data, _wanted_inputs(model, options), classes)
+    data = read_given(options, options.data, _wanted_inputs(model, options), model.proto)
+    classes = read_classes(model.proto) | data.classes
     found = TrainingSession(model, providers=options.providers).evaluate(
         data.arrays,
         batch_size=options.batch_size or 256,
         metrics=[metric(text) for text in options.metrics or ()],
         ema=options.ema,
-        class_weight=_class_weight(options),
+        class_weight=_class_weight(options, classes),
         sample_weight=_added_weights(training_metadata(model.proto), options),
     )
     if options.json:
@@ -352,20 +354,26 @@ def _wanted_inputs(model: LightModel, options: argparse.Namespace) -> list[Wante
     return [each for each in wanted if each.name != _CLASS_WEIGHT]
 
 
-def _class_weight(options: argparse.Namespace) -> ClassWeight | None:
-    """Returns the weights of classes."""
+def _class_weight(options: argparse.Namespace, classes: Classes) -> ClassWeight | None:
+    """Returns the weights of classes, which may be given by the names of the only labels."""
     text = options.class_weight
     if text in (None, "balanced"):
         return text  # type: ignore[no-any-return]
+    names = next(iter(classes.values())) if len(classes) == 1 else []
+    numbers = {name: number for number, name in enumerate(names)}
     try:
         given = read_json(text)
         if isinstance(given, list):
             return given
-        return {int(label): weight for label, weight in given.items()}
+        return {
+            numbers[label] if label in numbers else int(label): weight
+            for label, weight in given.items()
+        }
     except (AttributeError, ValueError) as error:
         raise OrtopsError(
             "--class-weight must be balanced, or a weight for each class in JSON, such as "
             f'\'{{"0": 1, "1": 5}}\', got {text!r}'
+            + (f"; the classes are {numbered(names)}" if names else "")
         ) from error
 
 
@@ -390,7 +398,7 @@ def rate_of(text: str) -> float | schedules.Schedule:
 
 
 def _parts(
-    data: DataFile, options: argparse.Namespace, inputs: Any, size: int, classes: Classes
+    model: LightModel, data: DataFile, options: argparse.Namespace, inputs: Any, size: int
 ) -> tuple[Columns, Columns | None]:
     """Returns the training data and the validation data."""
     if options.validation is None:
@@ -398,9 +406,7 @@ def _parts(
     try:
         share = float(options.validation)
     except ValueError:
-        return data.arrays, read_given(
-            options, options.validation, inputs, classes | data.classes
-        ).arrays
+        return data.arrays, read_given(options, options.validation, inputs, model.proto).arrays
     if not 0 < share < 1:
         raise OrtopsError(
             f"--validation must be a fraction between 0 and 1 or a data set, got {share:g}"
@@ -439,13 +445,6 @@ def _callbacks(options: argparse.Namespace, validated: bool) -> list[Any]:
     if options.tensorboard:
         found.append(callbacks.TensorBoard(options.tensorboard))
     return found
-
-
-def _note_classes(model: LightModel, data: DataFile) -> None:
-    """Records the class names of labels in the model."""
-    if data.classes:
-        classes = read_classes(model.proto) | data.classes
-        write_metadata(model.proto, CLASSES_KEY, json.dumps(classes))
 
 
 def _resuming(given: list[str]) -> str:

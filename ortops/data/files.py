@@ -27,6 +27,7 @@ def read_data(
     *,
     columns: Mapping[str, Sequence[str]] | None = None,
     classes: Mapping[str, Sequence[str]] | None = None,
+    usual: Mapping[str, Sequence[str]] | None = None,
     pixels: Mapping[str, Any] | None = None,
     ignored: Collection[str] = (),
     piped: BinaryIO | None = None,
@@ -41,6 +42,8 @@ def read_data(
         inputs: The inputs to fill.
         columns: The columns of inputs that are formed from those of other names.
         classes: The class names stored in the model, by input.
+        usual: The columns of inputs for which the table has neither given columns nor one of their
+            name.
         pixels: ``scale``, ``mean`` and ``std`` of images, as for `ortops.data.image_folder`, but by
             default not scaled.
         ignored: Columns that do not become part of an input unless they are named.
@@ -53,7 +56,7 @@ def read_data(
     suffix, columns, classes = Path(path).suffix.lower(), columns or {}, classes or {}
 
     def of_table(names: Sequence[str], column: Callable[[str], Any]) -> DataFile:
-        return Table(names, column, path, columns, classes, ignored).data(inputs)
+        return Table(names, column, path, columns, classes, ignored, usual or {}).data(inputs)
 
     if piped is None and Path(path).is_dir():
         found = _read_folder(Path(path), inputs, classes, pixels or {})

@@ -90,8 +90,8 @@ def _check_names(names: Sequence[str], path: str) -> None:
 class Table:
     """Forms arrays from columns with names.
 
-    An input gets the columns chosen for it, else the column of its name. A single remaining input
-    gets all remaining columns.
+    An input gets the columns chosen for it, else the column of its name, else its usual columns if
+    there are any of these. A single remaining input gets all remaining columns.
 
     Attributes:
         names: The names of the columns.
@@ -100,6 +100,7 @@ class Table:
         given: The columns of inputs that are formed from those of other names.
         classes: The class names stored in the model, by input.
         ignored: Columns that do not become part of an input unless they are named.
+        usual: The columns of inputs with which the model was trained.
     """
 
     names: Sequence[str]
@@ -108,6 +109,7 @@ class Table:
     given: Mapping[str, Sequence[str]]
     classes: Mapping[str, Sequence[str]]
     ignored: Collection[str]
+    usual: Mapping[str, Sequence[str]]
 
     def data(self, inputs: Sequence[Wanted]) -> DataFile:
         """Returns the arrays of inputs."""
@@ -116,6 +118,8 @@ class Table:
         for wanted in inputs:
             if wanted.name not in chosen and wanted.name in self.names:
                 chosen[wanted.name] = [wanted.name]
+            elif wanted.name not in chosen and self._has_usual(wanted.name):
+                chosen[wanted.name] = self.usual[wanted.name]
         taken = {name for names in chosen.values() for name in names}
         rest = [name for name in self.names if name not in taken and name not in self.ignored]
         indices = [name for name in rest if not name or _INDEX.fullmatch(name)]
@@ -123,25 +127,58 @@ class Table:
         open_inputs = [wanted for wanted in inputs if wanted.name not in chosen]
         if len(open_inputs) == 1 and rest and not open_inputs[0].is_target:
             name = open_inputs[0].name
+            self._check_count(open_inputs[0], rest)
             chosen[name] = rest
             found.said.append(f"input '{name}' is formed from the columns {_listed(rest)}")
             if indices:
                 found.said.append("an unnamed column is ignored, as it looks like a row index")
+        absent = [wanted for wanted in inputs if wanted.name not in chosen]
+        if absent:
+            name = next((each for each in absent if each.is_target), absent[0]).name
+            raise FeedError(
+                f"data '{self.path}' has no column for input '{name}'; give --columns "
+                f"{name}=COLUMN,… (the columns are {_listed(self.names)})"
+            )
         for wanted in inputs:
-            if wanted.name not in chosen:
-                raise FeedError(
-                    f"data '{self.path}' has no column for input '{wanted.name}'; give --columns "
-                    f"{wanted.name}=COLUMN,… (the columns are {_listed(self.names)})"
-                )
             for name in chosen[wanted.name]:
                 if name not in self.names:
                     raise OrtopsError(
                         f"data '{self.path}': there is no column '{name}'; "
                         f"{did_you_mean(name, self.names)}"
                     )
+            if [*chosen[wanted.name]] != [wanted.name]:
+                found.columns[wanted.name] = [*chosen[wanted.name]]
             rows = self._array(chosen[wanted.name], wanted, found)
             found.arrays[wanted.name] = rows_to(rows, axes.get(wanted.name, 0))
         return found
+
+    def _check_count(self, wanted: Wanted, names: Sequence[str]) -> None:
+        """Raises an error if an input does not have as many numbers as there are columns."""
+        sizes = () if wanted.dims is None or wanted.axis != 0 else wanted.dims[1:]
+        if len(names) > 1 and sizes and None not in sizes:
+            size = math.prod(size or 0 for size in sizes)
+            if size != len(names):
+                raise FeedError(
+                    f"data '{self.path}': input '{wanted.name}' takes {size} columns, but "
+                    f"{len(names)} remain for it, {_listed(names)}; give --columns "
+                    f"{wanted.name}=COLUMN,…"
+                )
+
+    def _has_usual(self, name: str) -> bool:
+        """Whether the table has the columns with which an input was formed in training.
+
+        Raises:
+            FeedError: If it has only some of them.
+        """
+        usual = self.usual.get(name, ())
+        absent = [each for each in usual if each not in self.names]
+        if absent and len(absent) < len(usual):
+            raise FeedError(
+                f"data '{self.path}' has no column '{absent[0]}', of which input '{name}' was "
+                f"formed in training, with {_listed(usual)}; give --columns {name}=COLUMN,… (the "
+                f"columns are {_listed(self.names)})"
+            )
+        return bool(usual) and not absent
 
     def _array(self, names: Sequence[str], wanted: Wanted, found: DataFile) -> Array:
         """Returns the array of an input that is formed from columns."""

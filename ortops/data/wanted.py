@@ -43,12 +43,16 @@ class DataFile:
     Attributes:
         arrays: The rows for each input, all with the same number of them.
         classes: For inputs given as class names, these names in the order of their numbers.
+        columns: For inputs formed from columns of a table with other names, these names.
+        pixels: For a folder of images, the numbers by which pixels were prepared, as texts.
         said: The automatic choices that were made, one sentence each.
         files: For a folder of images, the file names in the order of the rows.
     """
 
     arrays: dict[str, Column]
     classes: dict[str, list[str]] = field(default_factory=dict)
+    columns: dict[str, list[str]] = field(default_factory=dict)
+    pixels: dict[str, list[str]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
 

@@ -317,7 +317,8 @@ class _Mapping:
                     value.name = self.tape.names.unique(f"{name}_entry")
                 if tensor.value.producer() is None or tensor.value.is_graph_output():
                     tensor = op.Identity(tensor).with_shape_of(tensor)
-                taken = any(given.name == name for given in self.graph.inputs)
+                held = (*self.graph.inputs, *self.graph.initializers.values())
+                taken = any(given.name == name for given in held)
                 tensor.value.name = self.tape.names.unique(name or "") if taken else name
                 self.graph.outputs.append(tensor.value)
 

@@ -40,7 +40,13 @@ from ortops.lora.model import (
     refuse_not_finite,
 )
 from ortops.lora.patterns import Patterns
-from ortops.lora.peft_layers import PeftLayer, Places, model_type_beside, peft_layers
+from ortops.lora.peft_layers import (
+    PeftLayer,
+    Places,
+    model_type_beside,
+    peft_layers,
+    refuse_folded,
+)
 from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import Target, parts, targets
 
@@ -109,6 +115,7 @@ def to_peft(
         ModelError: If the model has no adapter, its base has changed since the adapter was added,
             the adapter's values are not finite, a layer's name does not start with the prefix, or
             two layers that differ have one name.
+        UnsupportedError: If the exporter folded a BatchNormalization into a layer of the adapter.
         OSError: If a file cannot be written.
 
     Example:
@@ -175,6 +182,8 @@ def _places(adapted: Adapted) -> dict[str, dict[str, Sequence[int]]]:
     found: dict[str, dict[str, Sequence[int]]] = {}
     for target in targets(work):
         pieces = parts(target)
+        if target.module in adapted.adapter.modules:
+            refuse_folded(target)
         found.update({part.module: {} for part in pieces})
         found[target.module] = {part.module: part.columns for part in pieces}
     return found
@@ -192,11 +201,14 @@ def _written_weights(
     adapter, result = adapted.adapter, dict[str, Array]()
     work = convert.to_ir(adapted.model)
     remove_adapter(work, adapter)
-    turned = {each.value.name: _is_turned(each) for each in parameters_of(work) if adapter.weights}
+    known = {each.value.name: each for each in parameters_of(work) if adapter.weights}
     for name, peft in adapter.weights.items():
+        if name in known and (target := known[name].target) is not None:
+            refuse_folded(target)
         layer, _, attribute = peft.rpartition(".")
         layer = layer if _is_read(adapter) else layer.removeprefix(prefix)
-        array = adapted.parameters[name].T if turned.get(name) else adapted.parameters[name]
+        is_turned = name in known and _is_turned(known[name])
+        array = adapted.parameters[name].T if is_turned else adapted.parameters[name]
         key = f"{layer}{'.base_layer' * (layer in layers)}.{attribute}"
         result[key] = np.ascontiguousarray(array)
     return result
@@ -220,6 +232,8 @@ def _read_weights(
     for name in full_weights(base.work, modules, config.get("bias", "none"), adapted):
         parameter, tensor = everything[name], base.work.graph.initializers[name].const_value
         assert tensor is not None
+        if parameter.target is not None:
+            refuse_folded(parameter.target)
         keys = [key for key in found if ends_with(parameter.name, key)]
         array = found.pop(keys[0]) if len(keys) == 1 else np.zeros(0)
         array = array.T if _is_turned(parameter) else array

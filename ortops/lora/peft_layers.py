@@ -27,7 +27,7 @@ from ortops.graph.layer_names import (
     whole_of,
 )
 from ortops.lora.model import Array
-from ortops.lora.targets import Target, parts
+from ortops.lora.targets import Target, bias_of, parts
 
 _FUSING = ("phi3", "phi4")
 """The model types of transformers with qkv_proj and gate_up_proj."""
@@ -125,7 +125,26 @@ def _single(fitting: list[Target], peft: str) -> list[Target]:
         raise UnsupportedError(
             f"{fitting[0].refused}, but PEFT's layer '{peft}' has one; train without this layer"
         )
+    refuse_folded(fitting[0])
     return fitting
+
+
+def refuse_folded(target: Target) -> None:
+    """Rejects a convolution that contains a BatchNormalization, as PEFT's layer does not.
+
+    Exporters and optimizers that fold one give the weight and the bias new names, unlike PyTorch's
+    dynamo exporter, which gives the node the name of the BatchNormalization.
+    """
+    bias = bias_of(target.node)
+    names = [value.name or "" for value in (target.weight, bias) if value is not None]
+    if target.node.op_type != "Conv" or len(names) < 2:
+        return
+    if not any(n.startswith(target.module) or n.endswith((".weight", ".bias")) for n in names):
+        raise UnsupportedError(
+            f"layer '{target.module}': a BatchNormalization was folded into its weight "
+            f"'{names[0]}' and bias '{names[1]}', but PEFT's layer comes before it; export with "
+            "training=torch.onnx.TrainingMode.TRAINING and do_constant_folding=False"
+        )
 
 
 def peft_layers(

@@ -713,8 +713,8 @@ class MulticlassLoss(ClassLoss):
     def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
         """Gets the logits, and the labels or the targets."""
         if self.multiclass is None:
-            _, axis = sources.prediction(self, self.output, self.reads)
-            return replace(self, multiclass=axis is not None).tensors(sources)
+            is_exclusive = sources.class_axis(self, self.output) is not None
+            return replace(self, multiclass=is_exclusive).tensors(sources)
         if self.multiclass:
             return super().tensors(sources)
         return self, _independent_classes(self, sources, "set multiclass=True")

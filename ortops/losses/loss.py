@@ -46,6 +46,14 @@ class Sources(Protocol):
             ModelError: If the tensor does not exist, or cannot be interpreted in that way.
         """
 
+    def class_axis(self, loss: Loss, name: str | None) -> int | None:
+        """Returns the axis of a Softmax or LogSoftmax that computes a tensor; None if none does.
+
+        Args:
+            loss: The loss, for messages.
+            name: As for `prediction`.
+        """
+
     def input(self, loss: Loss, name: str, dtype: Any, shape: Shape, like: Tensor) -> Tensor:
         """Returns an input of the step, which is added unless it already exists.
 
@@ -264,8 +272,9 @@ class Loss:
                 f"loss {self.name}: sample_weight '{name}' must have between 1 dimension and as "
                 f"many as the losses, whose shape is {losses.shape}, got {weights.ndim}"
             )
-        later = losses.shape[weights.ndim :]
-        if any(isinstance(dim, str) and dim.lower().startswith("batch") for dim in later):
+        later = [dim for dim in losses.shape[weights.ndim :] if isinstance(dim, str)]
+        rows_of_others = weights.shape or ()
+        if any(dim.lower().startswith("batch") or dim in rows_of_others for dim in later):
             raise ModelError(
                 f"loss {self.name}: sample_weight '{name}' would weigh the first axis of losses of "
                 f"shape {list(losses.shape)}, whose rows are on another; declare its dimensions "

@@ -177,6 +177,11 @@ class Scene:
             self._remember(loss, given, tensor, found, reads, axis)
         return wide(tensor), axis
 
+    def class_axis(self, loss: Loss, name: str | None) -> int | None:
+        """See `ortops.losses.loss.Sources`."""
+        found = squashed(self.tensor(name, loss.name).value)
+        return None if found is None else found.axis
+
     def _read(self, loss: Loss, given: Tensor, found: Squashed | None, reads: Reads) -> Tensor:
         """Returns what a loss reads of a tensor, in the form in which it reads it."""
         if reads == "values" or found is None:

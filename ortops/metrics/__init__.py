@@ -63,8 +63,8 @@ Metrics: TypeAlias = str | Metric | Sequence[str | Metric] | Mapping[str, Any]
 
 OTHER_NAMES: Mapping[str, str] = {
     **other_names(METRICS),
-    "categoricalaccuracy": "use 'accuracy', whose labels are class numbers: give "
-    "labels.argmax(axis=1) in place of one-hot labels",
+    "categoricalaccuracy": "use 'accuracy': its labels are class numbers, or one-hot if the model "
+    "ends in a Softmax or the loss is SoftmaxCrossEntropy(probabilities=True)",
     "map50": "use 'mean_average_precision' with other thresholds: "
     "MeanAveragePrecision(iou_thresholds=[0.5])",
     **dict.fromkeys(("cer", "levenshtein"), "use 'edit_distance'"),

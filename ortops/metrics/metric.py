@@ -33,7 +33,10 @@ class StreamingMetric:
     ``sample_weight``, it gets the weights by which the loss averages rows, if there are any. The
     attribute ``higher_is_better``, True or False, tells callbacks that monitor it what is better.
 
-    Arguments that are None are taken from the loss: a session fills them in, in a copy.
+    `update` gets arrays with the rows on the first axis, wherever the model has them. Arguments
+    that are None are taken from the loss: a session fills them in, in a copy. If a Softmax computes
+    the outputs and targets have their shape, such as one-hot labels, metrics of classes compare
+    with the most likely class of each row.
 
     Args:
         output: The tensor of the model to evaluate, an output or not; by default that of the loss.

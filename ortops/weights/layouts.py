@@ -16,6 +16,7 @@ _PRECISIONS = (np.dtype("f8"), np.dtype("f4"), np.dtype("f2"), ir.DataType.BFLOA
 _PROBES = 16  # elements to compare before whole tensors
 _MOST_AXES = 5
 _FOLDED_ACCURACY = 1e-4  # relative; folding rounds each weight once or twice
+_LEAST = 4  # elements that are hardly another number scaled and shifted by accident
 
 
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
@@ -74,6 +75,27 @@ def scaled_channels(given: Array, found: Array) -> bool:
     factors = (rows * others).sum(axis=1) / np.maximum((rows * rows).sum(axis=1), 1e-300)
     close = np.allclose(others, factors[:, None] * rows, rtol=0, atol=_accuracy(others))
     return bool(close and (factors != 0).any())
+
+
+def is_computed(given: Array, found: Array) -> bool:
+    """Whether an array is another one scaled and shifted, as a whole or for each first index.
+
+    A part of large arrays is compared.
+    """
+    count = len(given) if given.ndim > 1 and given.size >= _LEAST * len(given) else 1
+    rows, others = (a.reshape(count, -1)[:64, :4096] for a in (given, found))
+    coarse = max(rows.dtype, others.dtype, key=_PRECISIONS.index)
+    rows, others = (a.astype(np.float64) for a in (rows, others))
+    if rows.size < _LEAST or not (np.isfinite(rows).all() and np.isfinite(others).all()):
+        return False
+    accuracy = _FOLDED_ACCURACY * float(np.ptp(others))
+    accuracy += 2 * float(np.spacing(np.abs(others).max().astype(coarse)))
+    if accuracy * 50 > np.ptp(others) or np.allclose(rows, others, rtol=0, atol=accuracy):
+        return False
+    centered = rows - rows.mean(axis=1, keepdims=True)
+    factors = (centered * others).sum(axis=1) / np.maximum((centered**2).sum(axis=1), 1e-300)
+    fitted = factors[:, None] * centered + others.mean(axis=1, keepdims=True)
+    return bool(np.allclose(others, fitted, rtol=0, atol=accuracy) and (factors != 0).any())
 
 
 def _accuracy(array: Array) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,10 +13,23 @@ from ortops._common.numbers import Array
 from ortops.errors import UnsupportedError
 from ortops.graph.files.loading import ModelLike
 from ortops.weights.checkpoints import Checkpoint, Tensors, read_checkpoint
-from ortops.weights.layouts import is_informative, orders, same, scaled_channels, squeezed
+from ortops.weights.layouts import (
+    is_computed,
+    is_informative,
+    orders,
+    same,
+    scaled_channels,
+    squeezed,
+)
 from ortops.weights.names import Names, Part, Place
 from ortops.weights.readers import Read, read_model
 
+logger = logging.getLogger("ortops")
+
+_UNFOLDED = (
+    "export with training=torch.onnx.TrainingMode.TRAINING and do_constant_folding=False "
+    "(dynamo=False), or with optimize=False (dynamo=True)"
+)
 _MEAN, _VARIANCE = ".running_mean", ".running_var"
 
 
@@ -40,7 +55,8 @@ def match(model: ModelLike, checkpoint: Checkpoint) -> Names:
         values.
 
     Raises:
-        UnsupportedError: If the exporter has folded BatchNormalization into a weight.
+        UnsupportedError: If the exporter has folded BatchNormalization into a weight, or computed a
+            weight from a tensor, such as 1 + weight in Gemma.
         ModelError: If the model or the checkpoint is invalid.
 
     Example:
@@ -66,6 +82,7 @@ def find_names(weights: Mapping[str, Read], arrays: Tensors) -> Names:
     search.split()
     search.copies()
     search.refuse_folded()
+    search.refuse_computed()
     return search.result()
 
 
@@ -133,6 +150,34 @@ class _Search:
                 self._why_model[weight] = (
                     f"its shape is {shapes[1]}, that of '{name}' is {shapes[0]}"
                 )
+        self._turn_squares()
+
+    def _turn_squares(self) -> None:
+        """Transposes square weights of linear layers as the others are, unless values fit."""
+        linear = {
+            name: place
+            for name, (place,) in self.places.items()
+            if self._weights[place.weight].transposed
+            and min(self._arrays[name].shape, default=0) > 1
+        }
+        sizes = {name: self._arrays[name].shape for name in linear}
+        known = {place.order for name, place in linear.items() if len(set(sizes[name])) > 1}
+        unlike = {
+            name: place
+            for name, place in linear.items()
+            if known != {()} and not place.order and sizes[name] == (sizes[name][0],) * 2
+            if not same(self._arrays[name], self._weights[place.weight].array())
+        }
+        if known == {(1, 0)}:
+            self.places |= {n: [replace(place, order=(1, 0))] for n, place in unlike.items()}
+        elif unlike:
+            logger.warning(
+                "nothing tells whether the model has square weights transposed, as those of "
+                "PyTorch's Linear; they stay as they are: %s; give names= to transpose them, such "
+                "as {'%s': Place('%s', order=(1, 0))}",
+                _listed(unlike),
+                *next((name, place.weight) for name, place in unlike.items()),
+            )
 
     def _fitting(self, name: str, read: Read, found: list[tuple[int, ...]]) -> tuple[int, ...]:
         """Returns the order of axes that fits the values, or the first one if none does."""
@@ -165,10 +210,13 @@ class _Search:
         place = self.places[name][0]
         if place.part or place.of or not is_informative(read.array()):
             return False
-        first = self._weights[place.weight].array()
-        if place.order:
-            first = first.transpose(sorted(range(first.ndim), key=place.order.__getitem__))
+        first = self._held(place)
         return any(same(first.transpose(o) if o else first, read.array()) for o in found)
+
+    def _held(self, place: Place) -> Array:
+        """Returns the values of a weight in the checkpoint's order of axes."""
+        array = self._weights[place.weight].array()
+        return array.transpose(inverse(place.order)) if place.order else array
 
     # ------------------------------------------------------------------------------------ by value
 
@@ -235,8 +283,7 @@ class _Search:
                 parts = list(_pieces(array, axis, left))
                 if parts:
                     for weight, order, part in parts:
-                        inverse = tuple(sorted(range(len(order)), key=order.__getitem__))
-                        self._add(name, Place(weight, "value", inverse, of=part))
+                        self._add(name, Place(weight, "value", inverse(order), of=part))
                     break
 
     # -------------------------------------------------------------------------------------- folded
@@ -266,9 +313,44 @@ class _Search:
         raise UnsupportedError(
             f"{read.nodes[0] if read.nodes else 'model'}: the exporter folded the "
             f"BatchNormalization '{norm}' into weight '{read.weight.name}', so that neither can be "
-            "matched; export with training=torch.onnx.TrainingMode.TRAINING and "
-            "do_constant_folding=False (dynamo=False), or with optimize=False (dynamo=True)"
+            f"matched; {_UNFOLDED}"
         )
+
+    def refuse_computed(self) -> None:
+        """Rejects weights that the exporter computed from a tensor, such as Gemma's 1 + weight.
+
+        That shows in the checkpoint that the model was exported from. With another one, a name of
+        the exporter for a weight that it need not have transposed is a reason for a warning.
+        """
+        pairs = [
+            (name, place, held)
+            for name, places in self.places.items()
+            for place in places
+            if place.by in ("name", "scope")
+            and squeezed((held := self._held(place)).shape) == squeezed(self._arrays[name].shape)
+        ]
+        is_source = any(place.by == "value" for each in self.places.values() for place in each)
+        is_source = is_source or any(
+            is_informative(held) and same(self._arrays[name], held) for name, _, held in pairs
+        )
+        doubtful: list[str] = []
+        for name, place, held in pairs:
+            array = self._arrays[name]
+            if is_source and is_computed(array, held):
+                raise UnsupportedError(
+                    f"weight '{place.weight}': the exporter computed it from '{name}' (a factor or "
+                    f"a summand, such as Gemma's 1 + weight), so it cannot be matched; {_UNFOLDED}"
+                )
+            is_renamed = place.by == "scope" and self._named(place.weight) is None
+            if is_renamed and not place.order and array.dtype == held.dtype:
+                doubtful += [] if array.shape != held.shape or same(array, held) else [name]
+        if doubtful:
+            logger.warning(
+                "the exporter renamed the weights of %s, perhaps because it computed them (such as "
+                "Gemma's 1 + weight), and then they are wrong now; to find out, match the "
+                "checkpoint that the model was exported from first (ortops.weights.match)",
+                _listed(doubtful),
+            )
 
 
 def _is_float(array: Array) -> bool:
@@ -305,6 +387,16 @@ def _order(array: Array, own: Array) -> tuple[int, ...] | None:
         if same(array.transpose(order) if order else array, own):
             return order
     return None
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = [f"'{name}'" for name in names]
+    return ", ".join(shown[:5]) + " …" * (len(shown) > 5)
+
+
+def inverse(order: Sequence[int]) -> tuple[int, ...]:
+    """Returns the order of axes that undoes another one."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _parent(name: str) -> str:

@@ -20,7 +20,7 @@ from ortops.graph.safetensors import write_safetensors
 from ortops.graph.weights import Weight, weights
 from ortops.weights.checkpoints import Checkpoint, Tensors, read_checkpoint
 from ortops.weights.layouts import cast
-from ortops.weights.matching import find_names
+from ortops.weights.matching import find_names, inverse
 from ortops.weights.names import Names, NamesLike, Place, stored
 from ortops.weights.readers import read_model, read_weights
 
@@ -205,7 +205,7 @@ def _back(values: Array, place: Place) -> Array:
     """Returns values in the checkpoint's order of axes."""
     if not place.order:
         return values
-    return values.transpose(sorted(range(values.ndim), key=place.order.__getitem__))
+    return values.transpose(inverse(place.order))
 
 
 def _check_layout(name: str, place: Place, array: Array) -> None:

@@ -25,6 +25,7 @@ from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.graph.files.messages import names_within, rename_within
 from ortops.graph.names import Names
+from ortops.graph.row_axes import row_axes_of_model
 from ortops.losses import Combined, Inputs, Loss
 
 _WEIGHTS = "sample_weight"
@@ -53,7 +54,7 @@ def with_weights(
     result = light.copy()
     weights = _names(light.proto).unique(_WEIGHTS)
     for entry, trained in parameters.items():
-        declared = _like_targets(light.proto, entry, weights) if by_label else {}
+        declared = _declared(light.proto, entry, weights, by_label=by_label)
         added = _emitted(light, entry, trained, weights, declared)
         _replace_loss(result.proto, entry, *added)
     return result
@@ -79,22 +80,33 @@ def _replace_loss(
     write_metadata(proto, METADATA_KEY, json.dumps(metadata))
 
 
-def _like_targets(proto: onnx.ModelProto, entry: int, weights: str) -> Inputs:
-    """Declares weights with the shape of the targets, if these have several axes."""
+def _declared(proto: onnx.ModelProto, entry: int, weights: str, *, by_label: bool) -> Inputs:
+    """Declares weights: with the shape of the targets, or up to the axis of their rows.
+
+    Targets with a single axis, or rows on the first one, need no declaration.
+    """
     own, metadata = proto.training_info[entry].algorithm, training_metadata(proto, entry)
     notes = [metadata.prediction, *metadata.predictions]
     targets = {note.target for note in notes if note.target}
-    shapes = [
-        [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]
+    shapes = {
+        value.name: [
+            dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None
+            for dim in value.type.tensor_type.shape.dim
+        ]
         for value in (*own.input, *proto.graph.input)
         if value.name in targets
-        for dims in [value.type.tensor_type.shape.dim]
-    ]
-    if len(shapes) != 1 or len(shapes[0]) < 2 or any(note.shifted for note in notes):
+    }
+    if len(shapes) != 1 or any(note.shifted for note in notes):
+        return {}
+    ((name, dims),) = shapes.items()
+    if not by_label:
+        axis = row_axes_of_model(proto).axes.get(name, 0)
+        dims = [*[1] * axis, dims[axis]] if axis else []
+    if len(dims) < 2:
         return {}
     loss = next(v.type.tensor_type.elem_type for v in own.output if v.name == metadata.loss)
     is_double = loss == onnx.TensorProto.DOUBLE
-    return {weights: (np.float64 if is_double else np.float32, shapes[0])}
+    return {weights: (np.float64 if is_double else np.float32, dims)}
 
 
 def _emitted(

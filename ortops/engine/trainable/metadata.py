@@ -118,9 +118,19 @@ class PredictionNote:
         is_numbers = self.kind in ("values", "log_probabilities")
         return self.form or ("numbers" if is_numbers else "answers")
 
-    def targets_of(self, labels: Array) -> Array:
-        """Returns what the positions of the tensor are compared with, given an input."""
-        if self.form == "probabilities":
+    def targets_of(self, labels: Array, outputs: Array, *, is_class: bool) -> Array:
+        """Returns what the positions of the tensor are compared with, given an input.
+
+        Args:
+            labels: The input.
+            outputs: The tensor.
+            is_class: Whether classes are compared, so that probabilities of the classes of a
+                Softmax are those of the most likely one.
+        """
+        of_softmax = self.axis is not None and self.kind.endswith("probabilities")
+        if self.form == "probabilities" or (
+            is_class and of_softmax and outputs.shape == labels.shape
+        ):
             return np.asarray(labels.argmax(1 if self.axis is None else self.axis))
         if not self.shifted:
             return labels

@@ -295,7 +295,8 @@ def _of_rows(
                 for name, array in added.items():
                     if name in batch and isinstance(data, _ReadRows):
                         raise weights_twice(name)
-                    batch[name] = array[rows if isinstance(rows, slice) else rows % size]
+                    own = array[rows if isinstance(rows, slice) else rows % size]
+                    batch[name] = inputs.along_rows(name, own) if inputs.axis_of(name) else own
             yield inputs.check(batch)
 
     def part(begin: int, end: int) -> Source:

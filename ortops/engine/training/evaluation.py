@@ -23,7 +23,7 @@ from ortops.engine.inference import InferenceSession
 from ortops.engine.trainable.metadata import LossPart, PredictionNote, TrainingMetadata
 from ortops.engine.trainable.step_graph import evaluation_model
 from ortops.engine.training.data import Data, rows
-from ortops.engine.training.feeds import Inputs
+from ortops.engine.training.feeds import Checked, Inputs
 from ortops.engine.training.gradients import number_of
 from ortops.engine.training.input_values import Input
 from ortops.engine.training.loaded_model import LoadedModel, reads
@@ -89,16 +89,22 @@ class MetricBinding:
     note: PredictionNote
     known: bool
 
-    def begin(self, kinds: Mapping[str, tuple[str, int | None]]) -> StreamingMetric:
-        """Returns a copy of the metric, without any batches.
+    def completed(self, kinds: Mapping[str, tuple[str, int | None]]) -> MetricBinding:
+        """Returns the binding with the properties of its tensor.
 
         Args:
             kinds: See `Evaluation`.
         """
         note, tensor = self.note, self.note.tensor
-        if not self.known and tensor in kinds:
-            kind, axis = kinds[tensor]
-            note = replace(note, kind=kind, axis=axis if note.axis is None else note.axis)
+        if self.known or tensor not in kinds:
+            return self
+        kind, axis = kinds[tensor]
+        note = replace(note, kind=kind, axis=axis if note.axis is None else note.axis)
+        return replace(self, note=note)
+
+    def begin(self) -> StreamingMetric:
+        """Returns a copy of the metric, without any batches."""
+        note = self.note
         return self.metric.begun(note.kind, note.axis, note.ignored, **note.shared)
 
 
@@ -297,7 +303,8 @@ class Evaluator:
         tensors = tuple(dict.fromkeys((*(each.note.tensor for each in bindings.values()), *read)))
         evaluation = self._evaluation(tensors, loss=True)
         totals = [Total(part) for part in evaluation.parts]
-        streams = {name: each.begin(evaluation.kinds) for name, each in bindings.items()}
+        bindings = {name: each.completed(evaluation.kinds) for name, each in bindings.items()}
+        streams = {name: each.begin() for name, each in bindings.items()}
         for name, metric in streams.items():
             if bindings[name].note.sample_weight and not metric.takes_weights:
                 evaluation.inputs.say(
@@ -415,7 +422,8 @@ class Evaluator:
                     "out train_metrics"
                 )
             kinds = {} if binding.known else self._evaluation((tensor,), loss=True).kinds
-            found[name] = Measured(binding.begin(kinds), binding.note, output)
+            binding = binding.completed(kinds)
+            found[name] = Measured(binding.begin(), binding.note, output)
         return TrainingMetrics(found)
 
     def scheduled(self, peak: float) -> float:
@@ -483,7 +491,7 @@ class Evaluator:
         evaluation: Evaluation,
         ema: bool,
         collate: Collate | None,
-    ) -> Iterator[tuple[Mapping[str, Array], dict[str, Array]]]:
+    ) -> Iterator[tuple[Checked, dict[str, Array]]]:
         """Returns the batches of a data set, each with the outputs for it."""
         source = data.open(batch_size=batch_size, collate=collate)
         if ema:  # raises an error before the first batch if there are no averages

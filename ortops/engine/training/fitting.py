@@ -194,7 +194,8 @@ class Fitting:
             *(measured, anomalies, directions, Interruption(_run.__code__)),
         )
         strategy.show(measured.outputs if measured else [])
-        if begun is not None and given["epochs"] > planned and strategy.leads:
+        set_here = bool(trainer.metadata.schedule_steps)  # perhaps to an earlier max_steps
+        if begun is not None and (given["epochs"] > planned or set_here) and strategy.leads:
             _warn_if_schedule_ends(trainer, position, given["max_steps"])
         return _run(loop)
 

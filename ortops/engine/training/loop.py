@@ -17,6 +17,7 @@ from ortops.engine.training.callback import Record
 from ortops.engine.training.calls import Calls
 from ortops.engine.training.data import Source, rows
 from ortops.engine.training.divergence import check_loss, diverged
+from ortops.engine.training.feeds import Checked
 from ortops.engine.training.fit_options import FitOptions
 from ortops.engine.training.gradients import Accumulation, Gradients, number_of
 from ortops.engine.training.history import History
@@ -195,14 +196,14 @@ class Loop:
             self._limit, _, _ = self.strategy.shared.agree(self._limit, "", None)
         return bool(self._limit)
 
-    def _has_more(self, batches: Iterator[Batch]) -> bool:
+    def _has_more(self, batches: Iterator[Checked]) -> bool:
         """Whether the epoch has more batches."""
         known = self.source.batches
         if known is not None:
             return self.position.batch < known
         return self._read(batches) is not None
 
-    def _validates_within(self, batches: Iterator[Batch]) -> bool:
+    def _validates_within(self, batches: Iterator[Checked]) -> bool:
         """Validates within the epoch, if it is due.
 
         Returns:
@@ -244,14 +245,14 @@ class Loop:
         measured = self.measured.results(cheap) if self.measured is not None else {}
         return self._averages() | measured | self.history.last_within(self._epoch)
 
-    def _close(self, batches: Iterator[Batch]) -> None:
+    def _close(self, batches: Iterator[Checked]) -> None:
         """Closes the batches; after a signal, without waiting for one that is being read."""
         if isinstance(batches, Prefetcher):
             batches.close(wait=not self.interruption.name)
         elif hasattr(batches, "close"):
             batches.close()
 
-    def _read(self, batches: Iterator[Batch]) -> Batch | None:
+    def _read(self, batches: Iterator[Checked]) -> Checked | None:
         """Returns the next batch; None at the end of the epoch, or if a signal came.
 
         A signal does not wait for the data: the session is in the state after a whole step.
@@ -282,7 +283,7 @@ class Loop:
                 shared.same(f"the rows of batch {number} of epoch {self._epoch}", size)
         return bool(sizes) and not ended
 
-    def _make_update(self, batches: Iterator[Batch]) -> bool:
+    def _make_update(self, batches: Iterator[Checked]) -> bool:
         """Makes a step with the next batch; afterwards, the position is the one after the batch.
 
         Returns:
@@ -309,7 +310,7 @@ class Loop:
             check_loss(self.trainer, self._losses[0], batch, where)
         return True
 
-    def _make_joined_update(self, batches: Iterator[Batch]) -> bool:
+    def _make_joined_update(self, batches: Iterator[Checked]) -> bool:
         """Makes a step with the accumulated gradients of the next batches.
 
         Returns:

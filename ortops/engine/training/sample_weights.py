@@ -89,15 +89,22 @@ def weigh(
                 "a column that has weights"
             )
         weights = _cast(_weights(data, sample_weight), inputs[name].dtype)
-        if class_weight is not None:
-            weights = inputs.along_rows(name, weights)
+        notes = [n for n in (metadata.prediction, *metadata.predictions) if n.sample_weight == name]
+        later = any(inputs.axis_of(note.target) for note in notes)
+        if weights.ndim == 1 and later and name not in inputs.sampled:
+            raise ArgumentError(
+                f"sample_weight: '{name}' of shape {inputs[name].shown} has no axis for the rows; "
+                f'declare it with inputs={{"{name}": (np.float32, [...])}} of build_training_model '
+                "and the dimensions of the targets up to that of the rows"
+            )
         if _has_arrays(data):
             data = dict(inputs.named(data))
             if is_named:
                 data.pop(sample_weight, None)
             elif name in data:
                 raise weights_twice(name)
-            data[name] = weights
+            many = class_weight is not None or inputs.axis_of(name)
+            data[name] = inputs.along_rows(name, weights) if many else weights
         elif isinstance(data, ArrowRows) and not is_named and name in data.names:
             raise weights_twice(name)
         else:

@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.engine.trainable.metadata import PredictionNote
+from ortops.engine.training.feeds import Checked
 from ortops.errors import ModelError
+from ortops.graph.row_axes import rows_first
 from ortops.metrics import StreamingMetric
 from ortops.metrics.metric import as_number
 
@@ -39,9 +41,9 @@ class Measured(NamedTuple):
 
 
 def add_batch(
-    metric: StreamingMetric, note: PredictionNote, outputs: Array, batch: Mapping[str, Array]
+    metric: StreamingMetric, note: PredictionNote, outputs: Array, batch: Checked
 ) -> None:
-    """Adds a batch to a metric.
+    """Adds a batch to a metric, with the rows on the first axis.
 
     Args:
         metric: The metric.
@@ -50,9 +52,35 @@ def add_batch(
         batch: The batch.
     """
     more = {key: batch[other] for key, other in metric.inputs.items() if other in batch}
+    axis_of = batch.by.axis_of
     if note.sample_weight in batch and metric.takes_weights:
-        more["sample_weight"] = batch[note.sample_weight]
-    metric.update(outputs, note.targets_of(batch[note.target]), **more)
+        weights = batch[note.sample_weight]
+        more["sample_weight"] = rows_first(weights, axis_of(note.sample_weight))
+    is_class = "labels" in (metric.fits or ())
+    targets = note.targets_of(batch[note.target], outputs, is_class=is_class)
+    if axis := axis_of(note.target):
+        outputs, targets = _rows_first(outputs, targets, axis, metric.axis)
+    metric.update(outputs, targets, **more)
+
+
+def _rows_first(
+    outputs: Array, targets: Array, axis: int, classes: int | None
+) -> tuple[Array, Array]:
+    """Returns outputs and targets with the rows on the first axis, and classes where they were.
+
+    Args:
+        outputs: The outputs.
+        targets: The targets, in the shape of the outputs or without the axis of the classes.
+        axis: The axis of the rows in the targets.
+        classes: The axis of the classes in the outputs; None for 1.
+    """
+    if outputs.ndim == targets.ndim:
+        return rows_first(outputs, axis), rows_first(targets, axis)
+    place = (1 if classes is None else classes) % outputs.ndim
+    if not place or (*outputs.shape[:place], *outputs.shape[place + 1 :]) != targets.shape:
+        return outputs, targets  # which the metric refuses
+    own = axis + (place <= axis)
+    return np.moveaxis(outputs, (own, place), (0, place)), rows_first(targets, axis)
 
 
 class TrainingMetrics:
@@ -100,7 +128,7 @@ class TrainingMetrics:
             if name in self._measured:
                 _restore(self._measured[name].metric, name, state)
 
-    def add(self, found: Mapping[str, Array], batch: Mapping[str, Array]) -> None:
+    def add(self, found: Mapping[str, Array], batch: Checked) -> None:
         """Adds a batch.
 
         Args:
