@@ -213,7 +213,7 @@ def lower_prepared(
         # Rules may emit Gradient nodes themselves.
         pending += [node for node in reversed(emitted) if is_bound(node)]
     removable.update(lower_optimizers(graph, draft.names, keep))
-    remove_unread([node for node in all_nodes(graph) if node in removable])
+    remove_unread(removable)
     _fix_imports(graph)
     for each in reversed(passes):
         each.finish(draft)
