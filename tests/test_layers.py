@@ -28,7 +28,7 @@ LAYERS = {
         *("weights", "data", "llm", "__init__", "docs", "cli", "__main__"),
     ),
     "graph": (
-        *("constants", "names", "inference", "tape", "arithmetic", "tensor", "operators"),
+        *("constants", "names", "operators", "inference", "tape", "arithmetic", "tensor"),
         *("shapes", "convert", "autodiff", "passes"),
     ),
     "engine": ("lowering", "execution", "trainable", "building", "training"),

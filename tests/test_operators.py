@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -11,12 +12,15 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime.capi.onnxruntime_pybind11_state as onnxruntime_state
 import pytest
 from onnx.reference import ReferenceEvaluator
 
+from ortops.errors import ModelError
 from ortops.graph.autodiff.registry import Rule, ZeroRule
 from ortops.graph.autodiff.rules import BUILT_IN
+from ortops.graph.inference import infer
 from ortops.graph.operators import ELEMENTWISE, OPERATORS, having
 
 PACKAGE = Path(__file__).parents[1] / "ortops"
@@ -104,6 +108,43 @@ def broadcast(schema: Any) -> bool:
     shapes = ((3, 1), (1, 2), (3, 2))[: count_of(schema)]
     found = [output_of(schema, arguments(schema, kind, shapes)) for kind in TYPES]
     return any(y is not None and y.shape == (3, 2) for y in found)
+
+
+@pytest.mark.slow
+def test_sizes_that_are_broadcast_are_those_that_onnx_infers() -> None:
+    """For all elementwise operators and two types, with inputs of known sizes."""
+    wrong, version = [], onnx.defs.onnx_opset_version()
+    known = [name for name in sorted(ELEMENTWISE) if ("", name) in KNOWN]
+    sizes = [(), (3,), (2, 1), (0, 3)]
+    for schema, kind in itertools.product(map(onnx.defs.get_schema, known), TYPES.values()):
+        for shapes in itertools.product(sizes, repeat=count_of(schema)):
+            node = onnx.helper.make_node(schema.name, [f"x{i}" for i in range(len(shapes))], ["y"])
+            node.attribute.extend(
+                onnx.helper.make_attribute(*each)
+                for each in ATTRIBUTES.get(schema.name, {}).items()
+            )
+            types = [onnx.helper.make_tensor_type_proto(kind, each) for each in shapes]
+            given = dict(zip(node.input, types, strict=True))
+            try:
+                expected = onnx.shape_inference.infer_node_outputs(
+                    schema, node, given, opset_imports=[onnx.helper.make_opsetid("", version)]
+                ).get("y")
+            except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError):
+                expected = None
+            inputs = [
+                ir.Value(name=name, type=ir.TensorType(ir.DataType(kind)), shape=ir.Shape(each))
+                for name, each in zip(node.input, shapes, strict=True)
+            ]
+            found = ir.Node("", schema.name, inputs, map(ir.from_proto, node.attribute))
+            found.outputs[0].name = "y"
+            try:
+                infer(found, {"": version})
+                info = ir.to_proto(found.outputs[0]).type
+            except ModelError:
+                info = None
+            if info != expected:
+                wrong.append(f"{schema.name} {shapes}: {info}, but onnx says {expected}")
+    assert not wrong, wrong
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,36 @@ def test_masks_are_computed_before_what_they_are_made_of_is_kept() -> None:
     assert before >= 6 * 2 * 400  # both tensors of each mask
     assert after <= 6 * (400 + 100) + 3 * 400  # one and the mask, and what is being computed
     ir.to_proto(ir.Model(graph, ir_version=10))  # in topological order
+
+
+def test_work_grows_linearly_with_the_readers_of_a_value() -> None:
+    """Counted in instructions of Python, which are the same in every run."""
+
+    def instructions(readers: int) -> int:
+        with Tape(name="shared") as tape:
+            x = tape.input("x", np.float32, [100])
+            shared = op.Exp(x)
+            for _ in range(readers):
+                x = op.Relu(x * shared)
+            tape.output(x)
+        count = 0
+
+        def trace(frame: Any, event: str, _: object) -> Any:
+            nonlocal count
+            frame.f_trace_opcodes = True
+            count += event == "opcode"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            order.order_for_memory(tape.graph)
+        finally:
+            sys.settrace(before)
+        return count
+
+    few, many = instructions(50), instructions(200)
+    assert many < 4.5 * few, (few, many)  # one for each pair of readers shows as 6
 
 
 def test_nothing_moves_without_gain() -> None:

@@ -37,6 +37,7 @@ from ortops.graph.edit import (
     describe,
     remove_unread,
     replace_value,
+    sort,
     tape_before,
 )
 from ortops.graph.faults import avoid
@@ -212,7 +213,7 @@ def lower_prepared(
         # Rules may emit Gradient nodes themselves.
         pending += [node for node in reversed(emitted) if is_bound(node)]
     removable.update(lower_optimizers(graph, draft.names, keep))
-    remove_unread([node for node in all_nodes(graph) if node in removable])
+    remove_unread(removable)
     _fix_imports(graph)
     for each in reversed(passes):
         each.finish(draft)
@@ -268,7 +269,7 @@ def normalize(model: ir.Model) -> ir.Model:
     _fix_imports(model.graph)
     model = convert.upgrade(model)
     try:
-        model.graph.sort()
+        sort(model.graph)
     except ValueError as error:
         raise ModelError(f"model: {error} A tensor must not be computed from itself") from error
     for graph in subgraphs(model.graph):

@@ -60,11 +60,14 @@ logger = logging.getLogger("ortops")
 
 
 @read_again
-def load_light(model: ModelLike | LightModel) -> LightModel:
+def load_light(
+    model: ModelLike | LightModel, is_built: Callable[[onnx.ModelProto], bool] | None = None
+) -> LightModel:
     """Reads a light model; the data of its big initializers stay in the file.
 
     Args:
         model: A model, its bytes or its path; or a light model, which is copied.
+        is_built: See `load`.
 
     Returns:
         The light model, with its external data.
@@ -82,7 +85,7 @@ def load_light(model: ModelLike | LightModel) -> LightModel:
             validate(read.proto, folder)
             light = detach(read.proto, folder)
             return LightModel(light.proto, read.data | light.data)
-    return detach(*load(model))
+    return detach(*load(model, is_built))
 
 
 def to_ir(
@@ -127,13 +130,18 @@ def to_ir(
         if node.domain == MICROSOFT:  # onnxruntime does not require the import
             result.graph.opset_imports.setdefault(node.domain, 1)
     for graph in (result.graph, *subgraphs(result.graph)):
-        for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
-            if value.shape is not None and any(_is_unknown(dim) for dim in value.shape):
-                dims = [None if _is_unknown(dim) else dim for dim in value.shape]
-                value.shape = ir.Shape(dims)
+        forget_unknown((*graph.inputs, *(v for node in graph for v in node.outputs)))
     if "" not in result.graph.opset_imports:
         result.graph.opset_imports[""] = MINIMUM_OPSET
     return result
+
+
+def forget_unknown(values: Iterable[ir.Value]) -> None:
+    """Removes the markers of exporters for unknown dimensions from the shapes of values."""
+    for value in values:
+        if value.shape is not None and any(_is_unknown(dim) for dim in value.shape):
+            dims = [None if _is_unknown(dim) else dim for dim in value.shape]
+            value.shape = ir.Shape(dims)
 
 
 def _is_unknown(dim: int | ir.SymbolicDim) -> bool:

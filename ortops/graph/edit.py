@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import onnx_ir as ir
 
 from ortops.graph.files.messages import MICROSOFT
 from ortops.graph.names import Names
-from ortops.graph.nesting import inner_graphs, subgraphs
+from ortops.graph.nesting import inner_graphs, nodes_of, subgraphs
 from ortops.graph.operators import is_random
 from ortops.graph.tensor import Tape, Tensor, op
 
@@ -377,37 +377,49 @@ def remove_node(node: ir.Node) -> None:
     node.graph.remove(node, safe=True)
 
 
-def remove_unread(nodes: Sequence[ir.Node]) -> None:
-    """Removes those of some nodes, given in topological order, whose outputs are unused.
+def remove_unread(nodes: Collection[ir.Node]) -> None:
+    """Removes those of some nodes whose outputs are unused, and thereby those that they alone read.
 
     Uses by nodes in the subgraphs of removed nodes do not count.
     """
-    unread: dict[ir.Node, None] = {}
-    gone: set[ir.Node] = set()  # the unread nodes, and the nodes in their subgraphs
-    for node in reversed(nodes):
-        for value in node.outputs:  # a hot path: most nodes are read, and few are gone
-            uses = value.uses()
-            if value.is_graph_output() or (uses and not gone):
-                break
-            if any(user not in gone for user, _ in uses):
-                break
-        else:
-            if node.graph is None:
-                continue
-            unread[node] = None
-            gone.add(node)
-            for inner in inner_graphs(node):
-                gone.update(all_nodes(inner))
-    by_graph: dict[Any, list[ir.Node]] = {}
-    for node in unread:  # subgraphs first, because they read values of outer graphs
-        members = by_graph.pop(node.graph, [])
-        members.append(node)
-        by_graph[node.graph] = members
-    for graph, members in by_graph.items():
-        for node in members:  # onnx-ir's own function scans all outputs of the graph each time
-            disconnect(node)
-            node.graph = None
-            graph._nodes.remove(node)
+    pending = [node for node in nodes if not _is_read(node)]
+    removable = set(nodes) if pending else set()
+    while pending:
+        node = pending.pop()
+        graph = node.graph
+        if graph is None:
+            continue
+        sources = {value.producer() for value in read_inputs(node)}
+        disconnect(node)
+        node.graph = None  # onnx-ir's own function scans all outputs of the graph each time
+        graph._nodes.remove(node)
+        pending += [each for each in sources if each in removable and not _is_read(each)]
+
+
+def _is_read(node: ir.Node) -> bool:
+    """Whether an output of a node is used; onnx-ir's own function copies all uses."""
+    for value in node.outputs:  # noqa: SIM110 - a hot path
+        if value._uses or value.is_graph_output():
+            return True
+    return False
+
+
+def sort(graph: ir.Graph) -> None:
+    """Puts the nodes of a graph and of its subgraphs in topological order, a stable one.
+
+    onnx-ir's own function takes long even if they are in order already.
+
+    Raises:
+        ValueError: If a tensor is computed from itself.
+    """
+    seen: set[ir.Node | None] = {None}
+    for node in graph:
+        if inner_graphs(node) or any(
+            v is not None and v.producer() not in seen for v in node.inputs
+        ):
+            graph.sort()
+            return
+        seen.add(node)
 
 
 def disconnect(node: ir.Node) -> None:
@@ -427,7 +439,7 @@ def disconnect(node: ir.Node) -> None:
 
 def prune(graph: ir.Graph) -> None:
     """Removes nodes, inputs and initializers on which no output depends."""
-    remove_unread(list(graph))
+    remove_unread(nodes_of(graph))
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             graph.initializers.pop(name)
@@ -460,7 +472,7 @@ def merge_equal_nodes(graph: ir.Graph) -> None:
     """
     known: dict[object, ir.Node] = {}
     equal: list[ir.Node] = []
-    for node in graph:
+    for node in nodes_of(graph):
         if (
             is_random(node.op_type)
             or inner_graphs(node)
@@ -469,9 +481,9 @@ def merge_equal_nodes(graph: ir.Graph) -> None:
             continue
         key = (
             *node.op_identifier(),
-            tuple(node.inputs),
-            tuple(value.name == "" for value in node.outputs),
-            *((name, _content(node.attributes[name])) for name in sorted(node.attributes)),
+            node.inputs,
+            tuple([value.name == "" for value in node.outputs]),
+            *[(name, _content(each)) for name, each in sorted(node.attributes.data.items())],
         )
         first = known.setdefault(key, node)
         if first is not node:

@@ -183,7 +183,8 @@ def avoid(graph: ir.Graph, names: Names | None = None) -> None:
         graph: A graph with inferred types, changed in place, with its subgraphs.
         names: The names used in it.
     """
-    products, convolutions = list(_products_with_vectors(graph)), list(_padded_weights(graph))
+    nodes = list(all_nodes(graph))
+    products, convolutions = list(_products_with_vectors(nodes)), list(_padded_weights(nodes))
     if not products and not convolutions:
         return
     names = names or Names(graph)
@@ -197,12 +198,13 @@ def avoid(graph: ir.Graph, names: Names | None = None) -> None:
 
 def is_affected(graph: ir.Graph) -> bool:
     """Whether `avoid` would change a graph."""
-    return any(True for each in (_products_with_vectors, _padded_weights) for _ in each(graph))
+    nodes = list(all_nodes(graph))
+    return any(True for each in (_products_with_vectors, _padded_weights) for _ in each(nodes))
 
 
-def _padded_weights(graph: ir.Graph) -> Iterator[tuple[ir.Node, int, ir.Value]]:
+def _padded_weights(nodes: Sequence[ir.Node]) -> Iterator[tuple[ir.Node, int, ir.Value]]:
     """Yields convolutions with each weight or bias that a Pad computes."""
-    for node in all_nodes(graph):
+    for node in nodes:
         if node.op_type != "Conv" or node.domain:
             continue
         for index, value in enumerate(node.inputs):
@@ -213,9 +215,11 @@ def _padded_weights(graph: ir.Graph) -> Iterator[tuple[ir.Node, int, ir.Value]]:
                 yield node, index, value
 
 
-def _products_with_vectors(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value, list[int]]]:
+def _products_with_vectors(
+    nodes: Sequence[ir.Node],
+) -> Iterator[tuple[ir.Node, ir.Value, list[int]]]:
     """Yields products of computed matrices with vectors, and the order that transposes those."""
-    for node in all_nodes(graph):
+    for node in nodes:
         if node.op_type != "MatMul" or node.domain:
             continue
         matrix, vector = node.inputs

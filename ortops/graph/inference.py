@@ -22,6 +22,7 @@ from ortops.graph.constants import (
     stored,
 )
 from ortops.graph.files.serialization import is_map
+from ortops.graph.operators import ELEMENTWISE
 from ortops.graph.pooled_sizes import pooled_sizes
 
 _SMALL = 4096  # constants with at most this many elements are used in shape inference
@@ -39,6 +40,9 @@ _HASHABLE = frozenset(
     }
 )
 """Types of attributes that can be part of a key of the inference cache."""
+
+_BROADCASTING = ELEMENTWISE - {"CastLike", "Clip", "PRelu", "SwiGLU"}
+"""Operators whose output has the shape to which all inputs are broadcast."""
 
 _Inferred: TypeAlias = tuple[tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None], ...]
 _inferred: dict[tuple[object, ...], _Inferred] = {}  # a cache, because layers of a model repeat
@@ -68,7 +72,8 @@ def infer(node: ir.Node, imports: MutableMapping[str, int]) -> None:
     if first is not None and any(isinstance(dim, int) and dim < 1 for dim in first):
         _infer_types(node, schema)  # onnx aborts the process where steps are negative
         return
-    key = _inference_key(node, imports)
+    dims = _broadcast_dims(node)
+    key = _inference_key(node, imports, sizes=dims is None)
     found = None if key is None else _inferred.get(key)
     if found is None:
         found = _infer_anew(node, schema, imports)
@@ -76,11 +81,28 @@ def infer(node: ir.Node, imports: MutableMapping[str, int]) -> None:
             if len(_inferred) >= _MOST_INFERRED:
                 _inferred.clear()
             _inferred[key] = found
-    for value, (kind, dims) in zip(node.outputs, found, strict=True):
+    for value, (kind, inferred) in zip(node.outputs, found, strict=True):
         if value.type is None:
             value.type = kind
-        if value.shape is None and dims is not None:
-            value.shape = ir.Shape(dims)
+        if value.shape is None and inferred is not None:
+            value.shape = ir.Shape(inferred if dims is None else dims)
+
+
+def _broadcast_dims(node: ir.Node) -> tuple[int, ...] | None:
+    """Returns the sizes to which a node broadcasts inputs of known sizes; None for other nodes.
+
+    With them, onnx infers elementwise nodes once for all sizes. Most nodes of a step are such.
+    """
+    if node.op_type not in _BROADCASTING or node.domain:
+        return None
+    shapes = {None if v is None or v.shape is None else dims_of(v.shape) for v in node.inputs}
+    if any(dims is None or any(type(dim) is not int for dim in dims) for dims in shapes):
+        return None
+    known = cast(set[tuple[int, ...]], shapes)
+    try:
+        return known.pop() if len(known) == 1 else np.broadcast_shapes(*known)
+    except ValueError:  # of which onnx has a message
+        return None
 
 
 def _infer_anew(node: ir.Node, schema: onnx.defs.OpSchema, imports: Mapping[str, int]) -> _Inferred:
@@ -230,10 +252,17 @@ def _type_proto(value: ir.Value) -> onnx.TypeProto:
     return proto
 
 
-def _inference_key(node: ir.Node, imports: Mapping[str, int]) -> tuple[object, ...] | None:
+def _inference_key(
+    node: ir.Node, imports: Mapping[str, int], *, sizes: bool
+) -> tuple[object, ...] | None:
     """Returns a key for the inference cache; None if the node has large constants or subgraphs.
 
     Keys are small, so that the cache is: they have digests in place of constants.
+
+    Args:
+        node: The node.
+        imports: The versions of the operators in its graph.
+        sizes: Whether the result depends on the sizes and the content of the inputs.
     """
     key: list[object] = [node.domain, node.op_type, *imports.items()]
     key += [bool(value.name) for value in node.outputs]
@@ -252,9 +281,12 @@ def _inference_key(node: ir.Node, imports: Mapping[str, int]) -> tuple[object, .
         if read is None or not read.name:
             key.append(None)
             continue
-        tensor = constant_tensor(read)
-        key += [read.type, None if read.shape is None else dims_of(read.shape)]
-        key.append(None if tensor is None else _content(tensor))
+        kind = read.type  # whose hash onnx-ir makes of its representation as text
+        key.append(kind.dtype if type(kind) is ir.TensorType else kind)
+        if sizes:
+            tensor = constant_tensor(read)
+            key.append(None if read.shape is None else dims_of(read.shape))
+            key.append(None if tensor is None else _content(tensor))
     return tuple(key)
 
 

@@ -42,7 +42,7 @@ from ortops.engine.building.updates import (
 )
 from ortops.engine.building.without_adapter import without_adapter
 from ortops.engine.lowering import lower_prepared
-from ortops.engine.trainable.handed_types import hand_over
+from ortops.engine.trainable.handed_graph import hand_over
 from ortops.engine.trainable.metadata import (
     ENTRIES,
     MAIN,

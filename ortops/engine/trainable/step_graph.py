@@ -30,7 +30,7 @@ from ortops.engine.lowering import (
     prepare,
     takes_python_kernel,
 )
-from ortops.engine.trainable import handed_types
+from ortops.engine.trainable import handed_graph
 from ortops.engine.trainable.bfloat16 import compute_in_float32
 from ortops.engine.trainable.metadata import (
     METADATA_KEY,
@@ -247,9 +247,11 @@ def flatten(
         for each in proto.training_info
         for binding in (*each.update_binding, *each.initialization_binding)
     ]
-    _check_algorithm(proto, entry)
-    model = convert.to_ir(_concatenate(light, entry), folder, given_away=True)
-    model = prepare(model, inferred=handed_types.take(light, entry, model.graph))
+    taken = handed_graph.take(light, entry) if folder is None else None
+    if taken is None:
+        _check_algorithm(proto, entry)
+        taken = convert.to_ir(_concatenate(light, entry), folder, given_away=True), False
+    model = prepare(taken[0], inferred=taken[1])
     graph = model.graph
     by_name = {value.name: value for value in graph.outputs}
     wanted = [value.name for value in info.algorithm.output]

@@ -14,6 +14,7 @@ import onnx
 from ortops.engine.execution.step import Step
 from ortops.engine.execution.tables import said, tables_in_file
 from ortops.engine.execution.values import Values
+from ortops.engine.trainable.handed_graph import is_known
 from ortops.engine.trainable.metadata import entry_number
 from ortops.engine.training.state import check_master, is_rounded
 from ortops.errors import ModelError
@@ -90,7 +91,7 @@ def copy_to_memory(
     Variables that `reset` computes are only borrowed until they have their values. Others stay in
     the model's file, if it has one: `reset` reads them again.
     """
-    light, data = convert.load_light(model)
+    light, data = convert.load_light(model, is_known)
     tables = tables_in_file(LightModel(light, data), looked_up)
     for table in tables.values():
         table.stay_open()

@@ -207,13 +207,31 @@ def bind(graph: ir.Graph, outer: Mapping[str, ir.Value] | None = None) -> bool:
 def _bind_node(node: ir.Node, scope: MutableMapping[str, ir.Value]) -> None:
     xs, zs, y = _read_attributes(node)
     _check_names(node, xs, zs, y, scope)
+    fed = [value for value in node.inputs if value is not None]
+    bound = _replaced(
+        node, fed, [scope[name] for name in xs], [scope[name] for name in zs], scope[y]
+    )
+    scope.update({value.name: value for value in bound.outputs if value.name})
+
+
+def bind_anew(node: ir.Node) -> None:
+    """Replaces a bound Gradient node by one as `bind` makes it, with the present names."""
+    bound = Bound.of(node)
+    _replaced(node, bound.fed, bound.xs, bound.zs, bound.y)
+
+
+def _replaced(
+    node: ir.Node,
+    fed: Sequence[ir.Value],
+    xs: Sequence[ir.Value],
+    zs: Sequence[ir.Value],
+    y: ir.Value,
+) -> ir.Node:
+    """Replaces a Gradient node by a bound one."""
     assert isinstance(node.graph, ir.Graph)
     # A new node: replacing inputs one by one takes time quadratic in their number.
     bound = Bound.make(
-        [value for value in node.inputs if value is not None],
-        [scope[name] for name in xs],
-        [scope[name] for name in zs],
-        scope[y],
+        *(fed, xs, zs, y),
         num_outputs=len(node.outputs),
         name=node.name,
         doc_string=node.doc_string,
@@ -224,9 +242,8 @@ def _bind_node(node: ir.Node, scope: MutableMapping[str, ir.Value]) -> None:
         new.type, new.shape = old.type, old.shape
         new.metadata_props.update(old.metadata_props)
         take_place(old, new)
-        if new.name:
-            scope[new.name] = new
     remove_node(node)
+    return bound
 
 
 def _check_names(

@@ -37,11 +37,14 @@ _PART = 2**24  # the number of bytes to read from a pipe at a time
 _PATIENCE = 5.0  # seconds, for another process to open a pipe
 
 
-def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
+def load(
+    model: ModelLike, is_built: Callable[[onnx.ModelProto], bool] | None = None
+) -> tuple[onnx.ModelProto, Path | None]:
     """Reads a model.
 
     Args:
         model: A model, its bytes or its path. External data are not loaded.
+        is_built: Whether a ModelProto is one that ortops has just written, see `validate`.
 
     Returns:
         The model, which is the argument itself if it is a ModelProto, and the folder of its file,
@@ -52,7 +55,7 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
     """
     if isinstance(model, onnx.ModelProto):
         folder = remembered(model)
-        validate(model, folder)
+        validate(model, folder, is_built=is_built is not None and is_built(model))
         return model, folder
     path = None
     if isinstance(model, str | os.PathLike):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,10 @@ ITEM_SIZES = {number: bits / 8 for bits, numbers in _BITS.items() for number in 
 
 
 def copy_model(
-    source: Any, target: Any, copy_tensor: Callable[[onnx.TensorProto, onnx.TensorProto], None]
+    source: Any,
+    target: Any,
+    copy_tensor: Callable[[onnx.TensorProto, onnx.TensorProto], None],
+    but: Container[str] = (),
 ) -> None:
     """Copies a model, with a function that decides how to copy initializers.
 
@@ -50,16 +53,19 @@ def copy_model(
         source: The model, or a graph or training_info of it.
         target: An empty message of the same type.
         copy_tensor: Copies an initializer to an empty tensor.
+        but: The names of fields that are left out, of the model and of its graphs.
     """
     for field, value in source.ListFields():
         name = field.name
+        if name in but:
+            continue
         if name in ("graph", "algorithm", "initialization"):
             part = getattr(target, name)
             part.SetInParent()
-            copy_model(value, part, copy_tensor)
+            copy_model(value, part, copy_tensor, but)
         elif name == "training_info":
             for info in value:
-                copy_model(info, target.training_info.add(), copy_tensor)
+                copy_model(info, target.training_info.add(), copy_tensor, but)
         elif name == "initializer":
             for tensor in value:
                 copy_tensor(tensor, target.initializer.add())

@@ -35,7 +35,7 @@ _TYPED_DATA: dict[int, tuple[str, int]] = {
 """For each data type, the field of its elements, and the number of entries per element."""
 
 
-def validate(proto: onnx.ModelProto, folder: Path | None = None) -> None:
+def validate(proto: onnx.ModelProto, folder: Path | None = None, *, is_built: bool = False) -> None:
     """Rejects a well-formed message that cannot be processed as a model.
 
     Checked are the encoding of names, the nesting depth of graphs, the size of tensor data, the
@@ -45,6 +45,8 @@ def validate(proto: onnx.ModelProto, folder: Path | None = None) -> None:
     Args:
         proto: The model.
         folder: The folder of its file, if there is one.
+        is_built: Whether the inference graph and the algorithms are as ortops has written them, so
+            that only the rest is checked.
 
     Raises:
         ModelError: If a check fails.
@@ -55,12 +57,12 @@ def validate(proto: onnx.ModelProto, folder: Path | None = None) -> None:
         _check_text("metadata_props", (entry.key, entry.value))
     for opset in proto.opset_import:
         _check_text("opset_import", (opset.domain,))
-    main = _check_graph(proto.graph, folder, 1)
+    main = _check_graph(proto.graph, folder, 1, is_built=is_built)
     for value in proto.graph.input:
         _check_type(value.type, f"input '{value.name}'", required=True)
     for entry, info in enumerate(proto.training_info):
         scope = main._replace(place=f"training_info entry {entry}: ")
-        _check_graph(info.algorithm, folder, 1, scope)
+        _check_graph(info.algorithm, folder, 1, scope, is_built=is_built)
         _check_graph(info.initialization, folder, 1, scope)
         for binding in (*info.update_binding, *info.initialization_binding):
             _check_text("training_info binding", (binding.key, binding.value))
@@ -108,7 +110,12 @@ def _check_known(names: Iterable[str], scope: _Scope, before: str, after: str) -
 
 
 def _check_graph(
-    graph: onnx.GraphProto, folder: Path | None, depth: int, outer: _Scope = _NOTHING
+    graph: onnx.GraphProto,
+    folder: Path | None,
+    depth: int,
+    outer: _Scope = _NOTHING,
+    *,
+    is_built: bool = False,
 ) -> _Scope:
     if depth > LIMITS.nested_graphs:
         raise ModelError(
@@ -116,6 +123,12 @@ def _check_graph(
             f"{LIMITS.nested_graphs} (ortops.graph.limits.LIMITS.nested_graphs)"
         )
     _check_text("graph", (graph.name, graph.doc_string))
+    own = _computed(graph.node)
+    own.update(each.name for each in (*graph.input, *graph.initializer))
+    own.update(each.values.name for each in graph.sparse_initializer)
+    scope = outer._replace(tensors=(own, *outer.tensors))
+    if is_built:
+        return scope
     values = (*graph.input, *graph.output, *graph.value_info)
     _check_text("graph", [value.name for value in values])
     for value in values:
@@ -125,10 +138,6 @@ def _check_graph(
     for sparse in graph.sparse_initializer:
         _check_tensor(sparse.values, folder)
         _check_tensor(sparse.indices, folder)
-    own = _computed(graph.node)
-    own.update(each.name for each in (*graph.input, *graph.initializer))
-    own.update(each.values.name for each in graph.sparse_initializer)
-    scope = outer._replace(tensors=(own, *outer.tensors))
     _check_nodes(graph.node, folder, depth, scope)
     _check_known((value.name for value in graph.output), scope, "output '", "'")
     return scope

@@ -71,8 +71,8 @@ def order_for_memory(graph: ir.Graph) -> None:
         behind = max((place[value.producer()] for value in reads[node]), default=place[None])
         last: dict[_Place, float] = defaultdict(float)  # what nobody reads behind a place
         for value in owned[node] - kept:
-            others = [place[each] for each in readers[value] if each is not node]
-            if value.producer() is not None and max(others, default=behind) < place[node]:
+            if readers[value][-1] is node and value.producer() is not None:  # no other is behind
+                others = [place[each] for each in readers[value][:-1]]
                 size = _bytes(value)
                 last[max(others, default=place[value.producer()])] += size if size < math.inf else 0
         left = sum(map(_bytes, node.outputs)) if last else 0

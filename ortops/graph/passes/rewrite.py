@@ -12,7 +12,7 @@ from ortops.graph.autodiff.registry import Table
 from ortops.graph.edit import describe, remove_unread, replace_value, take_place
 from ortops.graph.matching import Form, Found, Search
 from ortops.graph.names import Names
-from ortops.graph.nesting import inner_graphs
+from ortops.graph.nesting import inner_graphs, nodes_of
 from ortops.graph.passes.draft import SESSION, Draft, Pass, Runtime
 from ortops.graph.tensor import Tape, Tensor
 
@@ -113,7 +113,7 @@ def rewrite(
         for op_type in each.op_types:
             by_operator.setdefault((each.domain, op_type), []).append(each)
     op_types = {op_type for _, op_type in by_operator}
-    candidates = [node for node in graph if node.op_type in op_types]
+    candidates = [node for node in nodes_of(graph) if node.op_type in op_types]
     tape, changed = Tape(graph, names=names), False
     for node in candidates:
         for each in by_operator.get((node.domain, node.op_type), ()):
@@ -131,7 +131,7 @@ def rewrite(
                 changed = True
                 break
     if candidates:  # patterns also change nodes in place
-        remove_unread(list(graph))
+        remove_unread(nodes_of(graph))
     return changed
 
 
@@ -148,9 +148,10 @@ def rewrite_with_bodies(graph: ir.Graph, names: Names, *patterns: Pattern, **opt
 def _bodies(graph: ir.Graph) -> list[ir.Graph]:
     """Returns the bodies of Loop, If and Scan, inner ones first; onnx-ir's way takes long."""
     found: list[ir.Graph] = []
-    for node in graph:
-        for body in inner_graphs(node) if node.op_type in ("If", "Loop", "Scan") else ():
-            found += [*_bodies(body), body]
+    for node in nodes_of(graph):
+        if node.op_type in ("If", "Loop", "Scan"):
+            for body in inner_graphs(node):
+                found += [*_bodies(body), body]
     return found
 
 
