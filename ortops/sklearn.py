@@ -27,6 +27,7 @@ from ortops.graph.files.external import serialize
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.row_axes import rows_first, rows_to
 from ortops.losses import Combined, LossLike
+from ortops.metrics import R2
 from ortops.optimizers import Optimizer, UpdateRule
 
 try:
@@ -174,7 +175,12 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
             monitor = f"validation_{self._score_of_epochs}"
             stop = EarlyStopping(10, monitor, minimum_change=1e-4, restore_best=True)
             options["callbacks"] = [*self.callbacks, stop]
-            options |= {"validation": self._part(X, y, weights, held), "metrics": monitor[11:]}
+            output = self.session_.metadata.prediction.output or None
+            r2 = R2(output=output, target=self._target, name="r2")
+            options |= {
+                "validation": self._part(X, y, weights, held),
+                "metrics": "accuracy" if is_classifier(self) else r2,
+            }
         self.session_.fit(self._part(X, y, weights, rows), **options)
         self.history_ = self.session_.history
 
@@ -232,9 +238,8 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
             )
         return result
 
-    def _outputs(self, X: Array) -> Array:
-        """Returns the tensor that the loss compares with the targets."""
-        name = self.session_.metadata.prediction.tensor
+    def _outputs(self, X: Array, name: str) -> Array:
+        """Returns a tensor of the model, rows first."""
         found = self.session_.predict({self._input: self._shaped(X)}, outputs=name)
         assert isinstance(found, np.ndarray)
         return rows_first(found, self.session_.row_axis(name))
@@ -432,7 +437,7 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         check_is_fitted(self, "session_")
         X = validate_data(self, X, reset=False, allow_nd=True, dtype=None)
         noted = self.session_.metadata.prediction
-        values = self._outputs(X).astype(np.float64)
+        values = self._outputs(X, noted.tensor).astype(np.float64)
         single = values.ndim == 1 or values.shape[1:] == (1,)
         if noted.kind == "values":
             raise ModelError(
@@ -568,5 +573,6 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
         """
         check_is_fitted(self, "session_")
         X = validate_data(self, X, reset=False, allow_nd=True, dtype=None)
-        found = self._outputs(X).astype(np.float64)
+        noted = self.session_.metadata.prediction  # its tensor may be logits before the output
+        found = self._outputs(X, noted.output or noted.tensor).astype(np.float64)
         return found.reshape(len(found)) if self._is_flat and found[:1].size == 1 else found

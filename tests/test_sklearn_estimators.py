@@ -169,6 +169,27 @@ def test_rows_of_another_layout_are_refused(shape, fits):
         classifier.predict(X.reshape(20, 4, 2, 3))
 
 
+@pytest.mark.parametrize("loss", ["BinaryCrossEntropyWithLogits", "BinaryCrossEntropy"])
+def test_a_regressor_predicts_outputs_not_their_logits(loss):
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 21]>
+        shares (float[batch, 2] x) => (float[batch, 1] share) <float[2, 1] w = {1, 2}> {
+            logits = MatMul (x, w)
+            share = Sigmoid (logits)
+        }""")
+    X = np.random.default_rng(0).standard_normal((200, 2)).astype(np.float32)
+    y = 1 / (1 + np.exp(-X @ np.array([2.0, -1.0])))
+    early = {"early_stopping": True, "validation_fraction": 0.2}
+    regressor = ortops.sklearn.OnnxRegressor(
+        model, loss=loss, learning_rate=0.1, epochs=60, **early
+    ).fit(X, y)
+    file = regressor.inference_model().SerializeToString()
+    (expected,) = onnxruntime.InferenceSession(file).run(None, {"x": X})
+    np.testing.assert_allclose(regressor.predict(X), expected[:, 0], atol=1e-6)
+    assert regressor.score(X, y) > 0.99
+    assert max(each["validation_r2"] for each in regressor.history_) > 0.99
+
+
 def test_partial_fit_goes_on(iris):
     X, y = iris
     once = ortops.sklearn.OnnxClassifier(small_mlp, epochs=3, learning_rate=0.02).fit(X, y)
