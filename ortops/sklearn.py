@@ -27,7 +27,6 @@ from ortops.graph.files.external import serialize
 from ortops.graph.files.loading import ModelLike
 from ortops.graph.row_axes import rows_first, rows_to
 from ortops.losses import Combined, LossLike
-from ortops.metrics import R2
 from ortops.optimizers import Optimizer, UpdateRule
 
 try:
@@ -175,12 +174,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
             monitor = f"validation_{self._score_of_epochs}"
             stop = EarlyStopping(10, monitor, minimum_change=1e-4, restore_best=True)
             options["callbacks"] = [*self.callbacks, stop]
-            output = self.session_.metadata.prediction.output or None
-            r2 = R2(output=output, target=self._target, name="r2")
-            options |= {
-                "validation": self._part(X, y, weights, held),
-                "metrics": "accuracy" if is_classifier(self) else r2,
-            }
+            options |= {"validation": self._part(X, y, weights, held), "metrics": monitor[11:]}
         self.session_.fit(self._part(X, y, weights, rows), **options)
         self.history_ = self.session_.history
 
