@@ -199,10 +199,14 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
         dims = () if wanted.dims is None else (*wanted.dims[:axis], *wanted.dims[axis + 1 :])
         sizes = tuple(dim for dim in dims if isinstance(dim, int))
         if wanted.dims is not None and len(sizes) == len(dims) and array.shape[1:] != sizes:
-            if array[:1].size != int(np.prod(sizes)):
+            size = array[:1].size
+            long, needed = ([n for n in one if n != 1] for one in (array.shape[1:], sizes))
+            in_order = long == needed or len(long) < 2 or len(needed) < 2
+            if size != int(np.prod(sizes)) or not in_order:
+                got = f"shape {list(array.shape[1:])}" if len(long) > 1 else f"{size} numbers"
                 raise FeedError(
                     f"X: a row must have shape {list(sizes)}, that of the model's input "
-                    f"'{self._input}', got {array[:1].size} numbers"
+                    f"'{self._input}', got {got}; transpose or reshape X"
                 )
             array = array.reshape(-1, *sizes)
         return rows_to(array, axis)
@@ -228,9 +232,8 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
             )
         return result
 
-    def _outputs(self, X: Array) -> Array:
-        """Returns the tensor that the loss compares with the targets."""
-        name = self.session_.metadata.prediction.tensor
+    def _outputs(self, X: Array, name: str) -> Array:
+        """Returns a tensor of the model, rows first."""
         found = self.session_.predict({self._input: self._shaped(X)}, outputs=name)
         assert isinstance(found, np.ndarray)
         return rows_first(found, self.session_.row_axis(name))
@@ -428,7 +431,7 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         check_is_fitted(self, "session_")
         X = validate_data(self, X, reset=False, allow_nd=True, dtype=None)
         noted = self.session_.metadata.prediction
-        values = self._outputs(X).astype(np.float64)
+        values = self._outputs(X, noted.tensor).astype(np.float64)
         single = values.ndim == 1 or values.shape[1:] == (1,)
         if noted.kind == "values":
             raise ModelError(
@@ -564,5 +567,6 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
         """
         check_is_fitted(self, "session_")
         X = validate_data(self, X, reset=False, allow_nd=True, dtype=None)
-        found = self._outputs(X).astype(np.float64)
+        noted = self.session_.metadata.prediction  # its tensor may be logits before the output
+        found = self._outputs(X, noted.output or noted.tensor).astype(np.float64)
         return found.reshape(len(found)) if self._is_flat and found[:1].size == 1 else found

@@ -1081,6 +1081,31 @@ def constant_weights() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
+@pytest.mark.parametrize(
+    ("listed", "trainable", "said"),
+    [
+        (["scale"], None, ["scale"]),
+        (["scale"], ["w", "scale"], []),
+        (["w"], ["scale"], ["w"]),
+        (["w", "scale"], None, []),  # as exporters did before IR version 4
+        ([], None, []),
+    ],
+)
+def test_inputs_with_a_default_value_say_that_it_is_always_used(listed, trainable, said, caplog):
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        scaled (float[batch, 2] x) => (float[batch, 2] y)
+        <float[2, 2] w = {1, 0, 0, 1}, float[1] scale = {2}>
+        { h = MatMul (x, w)  y = Mul (h, scale) }""")
+    sizes = {"w": [2, 2], "scale": [1]}
+    proto.graph.input.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes[name]) for name in listed
+    )
+    with caplog.at_level(logging.WARNING, "ortops"):
+        build_training_model(proto, loss="MeanSquaredError", optimizer="SGD", trainable=trainable)
+    found = [line for line in caplog.messages if "has a default value" in line]
+    assert [line.split("'")[1] for line in found] == said
+
+
 @pytest.mark.parametrize("trainable", [None, ["w"]])
 def test_weights_in_constant_nodes_become_initializers(trainable, caplog):
     proto = constant_weights()

@@ -122,6 +122,20 @@ def test_predict_takes_rows_of_a_fixed_batch_in_its_batches(folder, batch):
     np.testing.assert_allclose(np.load("found.npz")["probabilities"], expected, rtol=1e-6)
 
 
+def test_predict_says_that_default_values_of_inputs_are_used(folder, capsys):
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        scaled (float[batch, 2] points, float[1] scale) => (float[batch, 2] y)
+        <float[1] scale = {2}, float[2, 2] w = {1, 0, 0, 1}>
+        { h = MatMul (points, w)  y = Mul (h, scale) }""")
+    onnx.save(model, "scaled.onnx")
+    np.savez("scaled.npz", points=np.ones((3, 2), np.float32), scale=np.full(1, 5, np.float32))
+    assert run("predict", "scaled.onnx", "--data", "scaled.npz", "--output", "found.npz") == 0
+    assert (np.load("found.npz")["y"] == 2).all()
+    assert "input 'scale' has a default value, which is used" in capsys.readouterr().err
+    assert run("predict", "model.onnx", "--data", "train.npz", "--output", "found.npz") == 0
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_weights_of_rows_and_classes(folder, capsys):
     stored = dict(np.load("train.npz"))
@@ -1421,6 +1435,31 @@ def test_quantized_export(folder):
     types = {tensor.data_type for tensor in onnx.load("small.onnx").graph.initializer}
     assert types & {onnx.TensorProto.INT8, onnx.TensorProto.UINT8}
     assert accuracy("small.onnx") > 0.9
+
+
+@pytest.mark.parametrize(
+    ("kind", "node", "status", "said"),
+    [
+        ("float16", "MatMul (x, w)", 1, "--quantize: onnxruntime does not load its result"),
+        ("double", "MatMul (x, w)", 0, "--quantize: no weights were quantized"),
+        ("float", "Gemm <alpha = 0.5> (x, w)", 0, "--quantize: no weights were quantized"),
+        ("float", "MatMul (x, w)", 0, ""),
+    ],
+)
+def test_quantized_exports_of_other_models(folder, capfd, kind, node, status, said):
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+        linear ({kind}[batch, 2] x) => ({kind}[batch, 2] y) {{ y = {node} }}""")
+    element = model.graph.input[0].type.tensor_type.elem_type
+    weights = np.eye(2, dtype=onnx.helper.tensor_dtype_to_np_dtype(element))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weights, "w"))
+    built = ortops.build_training_model(model, loss="MeanSquaredError", optimizer="SGD")
+    onnx.save(built, "linear.onnx")
+    capfd.readouterr()
+    assert run("export", "linear.onnx", "small.onnx", "--quantize") == status
+    shown = capfd.readouterr().err
+    assert said in shown
+    assert ("--quantize" in shown) == bool(said)
+    assert Path("small.onnx").exists() == (not status)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -122,3 +122,34 @@ def test_answers_are_positive_above_the_threshold_of_the_loss(
     assert found["accuracy"] == pytest.approx((positive == (targets > 0)).mean())
     assert found["precision"] == pytest.approx((right / positive.sum(0)).mean())
     assert found["recall"] == pytest.approx((right / targets.sum(0)).mean())
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("loss", "nodes", "targets"),
+    [
+        ("BinaryCrossEntropyWithLogits", "h = MatMul(x, w) y = Sigmoid(h)", "targets"),
+        ("BinaryCrossEntropy", "h = MatMul(x, w) y = Sigmoid(h)", "targets"),
+        (
+            losses.SoftmaxCrossEntropy(probabilities=True),
+            "h = MatMul(x, w) y = Softmax<axis = 1>(h)",
+            "labels",
+        ),
+    ],
+)
+def test_errors_are_those_of_the_output(loss: Any, nodes: str, targets: str) -> None:
+    """Not of the logits that the loss reads before it."""
+    own = session("batch, 4", nodes, loss, 4, 4)
+    x, y = (RNG(seed).normal(size=(40, 4)).astype(np.float32) for seed in (1, 2))
+    y = np.exp(y) / np.exp(y).sum(1, keepdims=True)
+    given = {"x": x, targets: y}
+    errors = own.predict({"x": x}, outputs="y") - y
+    names = ["mean_squared_error", "mean_absolute_error", "r2"]
+    found = own.evaluate(given, metrics=names, batch_size=7)
+    assert found["mean_squared_error"] == pytest.approx(np.square(errors).mean(), rel=1e-5)
+    assert found["mean_absolute_error"] == pytest.approx(np.abs(errors).mean(), rel=1e-5)
+    variance = np.square(y - y.mean(0)).sum(0)
+    assert found["r2"] == pytest.approx(1 - (np.square(errors).sum(0) / variance).mean(), rel=1e-4)
+    if not isinstance(loss, str) or loss.endswith("WithLogits"):
+        with pytest.raises(ortops.OrtopsError, match="a training step does not compute 'y'"):
+            own.fit(given, metrics="r2", train_metrics=True)

@@ -206,6 +206,28 @@ def test_mean_squared_error_reads_probabilities_as_they_are(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("loss", "ending", "refused"),
+    [
+        ("BinaryCrossEntropy", "Softmax <axis = 1> (z)", True),
+        ("MeanSquaredError", "Softmax <axis = 1> (z)", True),
+        ("L1", "LogSoftmax <axis = -1> (z)", True),
+        ("BinaryCrossEntropyWithLogits", "Softmax <axis = -1> (z)", True),
+        ("MeanSquaredError", "Softmax <axis = 0> (z)", False),
+        ("BinaryCrossEntropy", "Sigmoid (z)", False),
+    ],
+)
+def test_a_softmax_over_one_class_is_refused(loss, ending, refused):
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+        constant (float[batch, 2] x) => (float[batch, 1] y) <float[2, 1] w = {{1, 2}}>
+        {{ z = MatMul (x, w)  y = {ending} }}""")
+    if not refused:
+        ortops.build_training_model(model, loss=loss, optimizer="SGD")
+        return
+    with pytest.raises(ortops.ModelError, match=r"'y', of shape .* over one class, whose probab"):
+        ortops.build_training_model(model, loss=loss, optimizer="SGD")
+
+
 def test_one_class_has_no_cross_entropy() -> None:
     expected = "output 'y' of shape .* has only one class, whose probability is always 1; use Bin"
     with pytest.raises(ModelError, match=expected):

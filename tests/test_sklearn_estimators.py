@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import numpy_helper
 
 import ortops
 from models import mlp
@@ -130,6 +132,62 @@ def test_images_are_reshaped():
         match=r"X: a row must have shape .*, that of the model's input 'images', got 3 numbers",
     ):
         ortops.sklearn.OnnxClassifier(model).fit(flat[:, :3], y)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        ((4, 3, 2), True),
+        ((24,), True),
+        ((1, 24), True),
+        ((1, 4, 3, 2), True),
+        ((2, 4, 3), False),  # channels first: as many numbers, in another order
+        ((3, 4, 2), False),
+        ((12, 2), False),
+    ],
+)
+def test_rows_of_another_layout_are_refused(shape, fits):
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 18]>
+        sides (float[batch, 4, 3, 2] images) => (float[batch, 2] logits)
+        <int64[2] axes = {1, 2}> {
+            scaled = Mul (images, w)
+            logits = ReduceSum <keepdims = 0> (scaled, axes)
+        }""")
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((4, 3, 2), np.float32), "w"))
+    X = np.random.default_rng(0).random((20, *shape))
+    y = np.arange(20) % 2
+    classifier = ortops.sklearn.OnnxClassifier(model, epochs=1, trainable=["w"])
+    if fits:
+        assert classifier.fit(X, y).predict(X).shape == (20,)
+        return
+    wanted = rf"a row must have shape \[4, 3, 2\], .* got shape {re.escape(str([*shape]))}"
+    with pytest.raises(ortops.FeedError, match=wanted):
+        classifier.fit(X, y)
+    classifier.fit(X.reshape(20, 4, 3, 2), y)
+    with pytest.raises(ortops.FeedError, match=r"got shape \[4, 2, 3\]; transpose or reshape X"):
+        classifier.predict(X.reshape(20, 4, 2, 3))
+
+
+@pytest.mark.parametrize("loss", ["BinaryCrossEntropyWithLogits", "BinaryCrossEntropy"])
+def test_a_regressor_predicts_outputs_not_their_logits(loss):
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 21]>
+        shares (float[batch, 2] x) => (float[batch, 1] share) <float[2, 1] w = {1, 2}> {
+            logits = MatMul (x, w)
+            share = Sigmoid (logits)
+        }""")
+    X = np.random.default_rng(0).standard_normal((200, 2)).astype(np.float32)
+    y = 1 / (1 + np.exp(-X @ np.array([2.0, -1.0])))
+    early = {"early_stopping": True, "validation_fraction": 0.2}
+    regressor = ortops.sklearn.OnnxRegressor(
+        model, loss=loss, learning_rate=0.1, epochs=60, **early
+    ).fit(X, y)
+    file = regressor.inference_model().SerializeToString()
+    (expected,) = onnxruntime.InferenceSession(file).run(None, {"x": X})
+    np.testing.assert_allclose(regressor.predict(X), expected[:, 0], atol=1e-6)
+    assert regressor.score(X, y) > 0.99
+    assert max(each["validation_r2"] for each in regressor.history_) > 0.99
 
 
 def test_partial_fit_goes_on(iris):

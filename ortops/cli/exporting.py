@@ -13,6 +13,7 @@ from ortops.cli.data import keep_notes
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import print_bytes, say
 from ortops.cli.streams import describe_stream, read_model, source, write_model
+from ortops.engine.inference import InferenceSession
 from ortops.engine.lowering import lower as lower_model
 from ortops.engine.training.export import export_step as write_step
 from ortops.engine.training.session import TrainingSession
@@ -71,11 +72,26 @@ def _quantized(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    before = {tensor.name for tensor in model.graph.initializer}
     del model.graph.value_info[:]  # the tool transposes weights but not their recorded shapes
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "quantized.onnx")
         quantize_dynamic(model, path, weight_type=QuantType.QUInt8)
-        return read_model(str(path))
+        try:
+            InferenceSession(path)
+        except Exception as error:
+            why = str(error).split("\n")[0]
+            raise OrtopsError(
+                f"--quantize: onnxruntime does not load its result ({why:.200}); it quantizes "
+                "float32 models, so export this one without --quantize"
+            ) from error
+        result = read_model(str(path))
+    if before.issuperset(tensor.name for tensor in result.graph.initializer):
+        say(
+            "--quantize: no weights were quantized, as onnxruntime quantizes float32 weights of "
+            "MatMul, plain Gemm, Conv, Gather and LSTM"
+        )
+    return result
 
 
 def lower(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ import onnxruntime
 
 from ortops.cli.data import read_classes, read_given
 from ortops.cli.outputs import check_outputs, check_writable
-from ortops.cli.standard_streams import print_bytes
+from ortops.cli.standard_streams import print_bytes, say
 from ortops.cli.streams import read_model
 from ortops.data.wanted import DataFile, Wanted, row_axes_of, rows_of, wanted_inputs
 from ortops.engine.inference import InferenceSession
@@ -23,6 +23,7 @@ from ortops.engine.training.foreign_arrays import csv_text
 from ortops.engine.training.input_values import Input
 from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.messages import inputs_by_default
 from ortops.graph.row_axes import Pieces, RowAxes, along, row_axes_of_model, rows_first
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -45,6 +46,10 @@ def predict(options: argparse.Namespace) -> int:
     labels = {one.name for one in every} | set(classes)
     ignored = labels - {one.name for one in inputs}
     data = read_given(options, options.data, inputs, model, ignored=ignored)
+    for name in inputs_by_default(model.graph):
+        say(
+            f"input '{name}' has a default value, which is used; to feed it, remove its initializer"
+        )
     quiet = onnxruntime.SessionOptions()
     quiet.log_severity_level = 3  # it warns of each tensor of an adapter
     rows = row_axes_of_model(model)

@@ -184,6 +184,8 @@ class Scene:
 
     def _read(self, loss: Loss, given: Tensor, found: Squashed | None, reads: Reads) -> Tensor:
         """Returns what a loss reads of a tensor, in the form in which it reads it."""
+        if found is not None:
+            self._refuse_one_class(loss, given, found)
         if reads == "values" or found is None:
             part = partly_squashed(given.value) if reads == "logits" else None
             if part is not None:
@@ -211,6 +213,17 @@ class Scene:
             f"{self._shown(given.value)}"
         )
         return op.Exp(given)
+
+    def _refuse_one_class(self, loss: Loss, given: Tensor, found: Squashed) -> None:
+        """Rejects a Softmax over one class; losses with labels check that themselves."""
+        sizes, of_classes = given.shape, loss.default_target == "labels"
+        if of_classes or found.axis is None or sizes is None or sizes[found.axis] != 1:
+            return
+        raise ModelError(
+            f"loss {loss.name}: tensor {self._shown(given.value)}, of shape {list(sizes)}, holds "
+            f"the result of {self._node(found)} over one class, whose probability is always 1; use "
+            "a Sigmoid in its place"
+        )
 
     def _remember(
         self,

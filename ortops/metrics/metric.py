@@ -40,8 +40,9 @@ class StreamingMetric:
 
     Args:
         output: The tensor of the model to evaluate, an output or not; by default that of the loss.
-            Of a sum of losses, it is each one that the metric fits, and if these are several, the
-            results are called ``<name>_<output>``.
+            If the loss reads the logits before an output, errors of numbers (such as R2) are those
+            of the output. Of a sum of losses, it is each one that the metric fits, and if these are
+            several, the results are called ``<name>_<output>``.
         target: The input of the loss, or of the model, to compare with; by default the target of
             the loss of that output.
         name: The name in results; by default the class name in snake_case, followed by ``output``
@@ -96,6 +97,11 @@ class StreamingMetric:
             if getattr(self, argument) is not None:
                 whole_number(self.named(argument), getattr(self, argument))
         self.reset()
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether it compares numbers only: those of the output, not logits that a loss reads."""
+        return self.fits is not None and self.fits <= {"numbers"}
 
     @property
     def default_name(self) -> str:

@@ -25,7 +25,7 @@ from ortops.graph.faults import write_vector_first
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.loading import ModelLike
-from ortops.graph.files.messages import describe_node
+from ortops.graph.files.messages import describe_node, inputs_by_default
 from ortops.graph.magnitudes import with_computed_scales
 from ortops.graph.names import Names
 from ortops.graph.shapes import infer_shapes
@@ -161,6 +161,7 @@ def prepare_for_training(
         chosen.said.append(f"only the adapter is trained ({adapter}); trainable= selects others")
     else:
         chosen = choose(graph.initializers, trainable, scopes, constants=origins)
+        chosen.said += _defaults_used(proto.graph, chosen)
     place = place or Place()
     place.leave_out(chosen)
     frozen, statistics = _frozen(graph, chosen, batch_normalization)
@@ -185,6 +186,16 @@ def prepare_for_training(
     return Prepared(
         *(result, graph, names, visible, chosen, lifted, frozen, opset, scopes, adapter, place)
     )
+
+
+def _defaults_used(graph: onnx.GraphProto, chosen: Choice) -> list[str]:
+    """Returns messages about inputs that the trainable model does not have."""
+    return [
+        f"input '{name}' has a default value, which training always uses; to feed it, remove its "
+        "initializer"
+        for name in inputs_by_default(graph)
+        if name not in chosen.trained
+    ]
 
 
 def _inference_model(model: ModelLike | LightModel, *, keep: bool) -> LightModel:

@@ -135,7 +135,8 @@ def bind_metric(
         notes = [each for each in notes if metric.output in (each.tensor, each.output)]
     fitting = [each for each in notes if metric.target in (None, each.target)]
     note = next(iter([*fitting, *notes]), PredictionNote())
-    tensor = metric.output or note.tensor or output
+    own_output = note.output if metric.reads_numbers else ""
+    tensor = metric.output or own_output or note.tensor or output
     known, target = tensor == note.tensor, metric.target or note.target
     if target != note.target:
         note = replace(note, ignored=None, shifted=False, target_lengths="", sample_weight="")

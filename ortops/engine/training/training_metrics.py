@@ -56,8 +56,10 @@ def add_batch(
     if note.sample_weight in batch and metric.takes_weights:
         weights = batch[note.sample_weight]
         more["sample_weight"] = rows_first(weights, axis_of(note.sample_weight))
-    is_class = "labels" in (metric.fits or ())
-    targets = note.targets_of(batch[note.target], outputs, is_class=is_class)
+    targets = batch[note.target]
+    if not metric.reads_numbers:
+        is_class = "labels" in (metric.fits or ())
+        targets = note.targets_of(targets, outputs, is_class=is_class)
     if axis := axis_of(note.target):
         outputs, targets = _rows_first(outputs, targets, axis, metric.axis)
     metric.update(outputs, targets, **more)

@@ -287,6 +287,16 @@ def initializers(
             yield from info.initialization.initializer
 
 
+def inputs_by_default(graph: onnx.GraphProto) -> list[str]:
+    """Returns the inputs that a caller may leave out, as initializers have their names.
+
+    If all initializers are inputs, as exporters did before IR version 4, they are weights: none.
+    """
+    stored = {tensor.name for tensor in graph.initializer}
+    found = [value.name for value in graph.input if value.name in stored]
+    return found if len(found) < len(stored) else []
+
+
 def data_size(proto: onnx.ModelProto) -> int:
     """Returns the size of a model's initializers in bytes, including detached data.
 
