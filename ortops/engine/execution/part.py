@@ -102,7 +102,7 @@ class Part:
             self._made[key] = run_uninterrupted(make)
         return self._made[key]
 
-    @pause_collection(stays=True)
+    @pause_collection()
     def _variant(self, shapes: Shapes | None) -> Variant:
         variant = self.any_shape() if shapes is None else Variant(self.template, shapes)
         if not variant.bindings:
