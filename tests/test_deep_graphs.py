@@ -19,6 +19,7 @@ import ortops
 from ortops import lora
 from ortops.engine.check import check
 from ortops.engine.execution import part
+from ortops.graph import inference
 from ortops.graph.squashing import partly_squashed, squashed
 
 DEPTH = 5000
@@ -230,6 +231,7 @@ def test_time_is_linear_in_the_number_of_nodes(
 
     monkeypatch.setattr(part, "run_uninterrupted", here)  # a thread of its own makes the graph
     monkeypatch.setattr(UserList, "index", search)
+    monkeypatch.setattr(inference, "_inferred", {})  # a full one would be emptied within the test
     trained(of(100))  # what is called once in a process, and inferred once for equal nodes
     found = []
     for count in (25, 100):
