@@ -99,11 +99,6 @@ class StreamingMetric:
         self.reset()
 
     @property
-    def reads_numbers(self) -> bool:
-        """Whether it compares numbers only: those of the output, not logits that a loss reads."""
-        return self.fits is not None and self.fits <= {"numbers"}
-
-    @property
     def default_name(self) -> str:
         """The class name in snake_case."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
@@ -236,6 +231,11 @@ class Mean(StreamingMetric):
     def reset(self) -> None:
         """See `StreamingMetric`."""
         self._sum, self._count = 0.0, 0.0
+
+
+def reads_numbers(metric: StreamingMetric) -> bool:
+    """Whether a metric compares numbers only: those of the output, not logits that a loss reads."""
+    return metric.fits is not None and metric.fits <= {"numbers"}
 
 
 def as_number(metric: StreamingMetric, value: object) -> float:

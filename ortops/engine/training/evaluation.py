@@ -36,7 +36,7 @@ from ortops.graph.files import external
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.row_axes import Pieces
 from ortops.metrics import Metrics, StreamingMetric
-from ortops.metrics.metric import as_number
+from ortops.metrics.metric import as_number, reads_numbers
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -135,7 +135,7 @@ def bind_metric(
         notes = [each for each in notes if metric.output in (each.tensor, each.output)]
     fitting = [each for each in notes if metric.target in (None, each.target)]
     note = next(iter([*fitting, *notes]), PredictionNote())
-    own_output = note.output if metric.reads_numbers else ""
+    own_output = note.output if reads_numbers(metric) else ""
     tensor = metric.output or own_output or note.tensor or output
     known, target = tensor == note.tensor, metric.target or note.target
     if target != note.target:

@@ -15,7 +15,7 @@ from ortops.engine.training.feeds import Checked
 from ortops.errors import ModelError
 from ortops.graph.row_axes import rows_first
 from ortops.metrics import StreamingMetric
-from ortops.metrics.metric import as_number
+from ortops.metrics.metric import as_number, reads_numbers
 
 Array: TypeAlias = npt.NDArray[Any]
 State: TypeAlias = Mapping[str, Any]
@@ -57,7 +57,7 @@ def add_batch(
         weights = batch[note.sample_weight]
         more["sample_weight"] = rows_first(weights, axis_of(note.sample_weight))
     targets = batch[note.target]
-    if not metric.reads_numbers:
+    if not reads_numbers(metric):
         is_class = "labels" in (metric.fits or ())
         targets = note.targets_of(targets, outputs, is_class=is_class)
     if axis := axis_of(note.target):
