@@ -29,7 +29,6 @@ CLASSES_KEY = "ortops.classes"
 COLUMNS_KEY = "ortops.columns"
 """The metadata key under which it stores the columns of a table from which inputs were formed."""
 
-
 PIXELS_KEY = "ortops.pixels"
 """The metadata key under which it stores the numbers by which pixels of images were prepared."""
 
@@ -68,8 +67,8 @@ def read_given(
         "standard input" if path == "-" else path,
         inputs,
         columns=_chosen(options.columns, inputs),
-        classes=read_classes(model),
-        usual=read_classes(model, COLUMNS_KEY),
+        classes=read_notes(model, CLASSES_KEY),
+        usual=read_notes(model, COLUMNS_KEY),
         pixels=applied,
         ignored=ignored,
         piped=standard_input() if path == "-" else None,
@@ -84,7 +83,7 @@ def _pixels(
     options: argparse.Namespace, path: str, inputs: Sequence[Wanted], model: onnx.ModelProto
 ) -> dict[str, Any]:
     """Returns scale, mean and std of images: those given, else those of the training."""
-    stored: dict[str, Any] = read_classes(model, PIXELS_KEY)
+    stored: dict[str, Any] = read_notes(model, PIXELS_KEY)
     given: dict[str, Any] = {name: getattr(options, name) for name in PIXELS}
     usual = [name for name in PIXELS if given[name] is None and stored.get(name)]
     for name in usual:
@@ -108,18 +107,18 @@ def note_data(model: onnx.ModelProto, data: DataFile) -> None:
     """Stores in a model the class names of labels, and how its inputs were formed."""
     for key, attribute in _STORED.items():
         if found := getattr(data, attribute):
-            write_metadata(model, key, json.dumps(read_classes(model, key) | found))
+            write_metadata(model, key, json.dumps(read_notes(model, key) | found))
 
 
 def keep_notes(result: onnx.ModelProto, model: onnx.ModelProto) -> None:
     """Copies what `note_data` stored, which an original file does not have."""
     for key in _STORED:
-        if found := read_classes(model, key):
+        if found := read_notes(model, key):
             write_metadata(result, key, json.dumps(found))
 
 
-def read_classes(model: onnx.ModelProto, key: str = CLASSES_KEY) -> Classes:
-    """Returns the class names stored in a model, by input; or what is stored under another key."""
+def read_notes(model: onnx.ModelProto, key: str) -> dict[str, list[str]]:
+    """Returns what `note_data` stored in a model under a key, such as class names by input."""
     text = next((entry.value for entry in model.metadata_props if entry.key == key), "{}")
     try:
         found = read_json(text)

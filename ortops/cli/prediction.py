@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from ortops.cli.data import read_classes, read_given
+from ortops.cli.data import CLASSES_KEY, read_given, read_notes
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import print_bytes, say
 from ortops.cli.streams import read_model
@@ -41,7 +41,7 @@ def predict(options: argparse.Namespace) -> int:
     check_writable({"--output": options.output})
     model = read_model(options.model)
     inputs = wanted_inputs(model, only_model=True)
-    classes = read_classes(model)
+    classes = read_notes(model, CLASSES_KEY)
     every = wanted_inputs(model)
     labels = {one.name for one in every} | set(classes)
     ignored = labels - {one.name for one in inputs}

@@ -15,7 +15,7 @@ import numpy as np
 from ortops import callbacks, losses, metrics, optimizers, schedules
 from ortops.cli import configuration
 from ortops.cli.calls import make, read_call
-from ortops.cli.data import Classes, note_data, read_classes, read_given
+from ortops.cli.data import CLASSES_KEY, Classes, note_data, read_given, read_notes
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import print_text, say
@@ -84,7 +84,7 @@ def train(options: argparse.Namespace) -> int:
     if trainable and not resumes and options.learning_rate is not None:
         session.peak_learning_rate = _number(options)
     before = session.steps_done
-    classes = read_classes(model.proto)
+    classes = read_notes(model.proto, CLASSES_KEY)
     _fit(session, training, validation, options, save, classes, resumes=resumes)
     if resumes and session.steps_done == before:
         say(
@@ -226,7 +226,7 @@ def evaluate(options: argparse.Namespace) -> int:
     else:
         _refuse_algorithm(model, options)
     data = read_given(options, options.data, _wanted_inputs(model, options), model.proto)
-    classes = read_classes(model.proto) | data.classes
+    classes = read_notes(model.proto, CLASSES_KEY) | data.classes
     found = TrainingSession(model, providers=options.providers).evaluate(
         data.arrays,
         batch_size=options.batch_size or 256,
